@@ -4,14 +4,12 @@ An installed agentenv registers these ids by its entry points (pyproject.toml); 
 registered for a bare checkout.
 """
 
-from agentenv.contract.env_registry import register
+import tomllib
 
-register("agentenv/Quickstart-v0", "agentenv.envs.quickstart:QuickstartEnv")
-register("agentenv/CodeInterpreter-v0", "agentenv.envs.code_interpreter:CodeInterpreterEnv")
-register("agentenv/WebSearch-v0", "agentenv.envs.web_search:WebSearchEnv")
-register("agentenv/QAGrader-v0", "agentenv.envs.qa_grader:QAGraderEnv")
-register("agentenv/DeepSearch-v0", "agentenv.envs.deep_search:DeepSearchEnv")
-register("agentenv/Program-v0", "agentenv.envs.program:ProgramEnv")
-register("agentenv/Gymnasium-v0", "agentenv.envs.bridges.gymnasium_env:GymnasiumEnv")
-register("agentenv/OpenEnv-v0", "agentenv.envs.bridges.openenv:OpenEnv")
-register("agentenv/Verifiers-v0", "agentenv.envs.bridges.verifiers_env:VerifiersEnv")
+from agentenv.base.installation import CLONE
+from agentenv.contract.env_registry import ENTRY_POINT_GROUP, register
+
+if CLONE.is_file():
+    _project = tomllib.loads(CLONE.read_text(encoding="utf-8"))["project"]
+    for _env_id, _entry_point in _project["entry-points"][ENTRY_POINT_GROUP].items():
+        register(_env_id, _entry_point)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from agentenv.base.errors import ConfigError
 from agentenv.base.types import Task
 from agentenv.contract.tool_env import Prompt
 from agentenv.contract.tools import ToolLimits
@@ -22,8 +21,8 @@ class DeepSearchEnv(WebSearchEnv):
 
     `search` has the keys of `SearchConfig`; by default it searches the shipped sample of Wikipedia.
     `python` has the keys of `PythonConfig`. `open_page` adds the tool that reads a page, which
-    ARPO's policy does not have. `grader` has the keys of `GraderConfig`; `compat = "reference"`
-    alone is the released reward. The system prompt shows the tags, unless `prompt` replaces it.
+    ARPO's policy does not have. `grader` has the keys of `GraderConfig`; its `compat = "reference"`
+    is the released reward. The system prompt shows the tags, unless `prompt` replaces it.
     """
 
     def __init__(
@@ -34,20 +33,13 @@ class DeepSearchEnv(WebSearchEnv):
         python: Mapping[str, Any] | PythonConfig | None = None,
         grader: GraderConfig | Mapping[str, Any] | None = None,
         prompt: Prompt = None,
-        compat: Literal["", "reference"] = "",
-        tool_timeout_s: float = 0.0,
-        num_retries: int = 2,
     ) -> None:
         tool = interpreter(python_config(python))
-        if compat and grader is not None:
-            raise ConfigError("env.kwargs.compat: with a custom grader, set grader.compat instead")
         super().__init__(
             task,
             search=search,
             open_page=open_page,
-            grader={"compat": compat} if grader is None else grader,
+            grader=grader,
             prompt=preset("search+python") if prompt is None else prompt,
-            tool_timeout_s=tool_timeout_s,
-            num_retries=num_retries,
         )
         self.add_tool(tool, ToolLimits(timeout_s=tool.deadline_s))

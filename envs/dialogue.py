@@ -128,14 +128,14 @@ class ModelUser:
 
     async def _request(self, body: dict[str, Any]) -> bytes:
         from agentenv.contract.http_client import MalformedReplyError, RefusedError
-        from agentenv.text.chat_model import read_reply
 
         try:
-            return read_reply(await self._model.reply(body)).text.encode("utf-8", "replace")
+            reply = await self._model.reply(body)
         except (RefusedError, MalformedReplyError) as error:
             raise EnvError(f"the user model failed: {error}") from error
         except EngineError as error:
             raise InfraError(f"the user model failed: {error}") from error
+        return reply.text.encode("utf-8", "replace")
 
     def stats(self) -> dict[str, float]:
         """The number of requests to the model."""

@@ -31,7 +31,7 @@ import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from string import Template
@@ -44,14 +44,16 @@ from msgspec.structs import replace
 from agentenv.base import types
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.crashes import guarded
-from agentenv.base.deadline import admitted
+from agentenv.base.deadline import admitted, retrieve_exception
 from agentenv.base.errors import SHOWN, ConfigError, CrashError, EnvError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.registry import loaded
+from agentenv.base.untrusted import map_texts
 from agentenv.contract.env import ForkMode, Grade, Grader, StepResult, graded, shared, start_grader
 from agentenv.contract.tool_config import shared_config
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
+from agentenv.envs.grading.text import Rewrites, rewritten
 from agentenv.envs.sandbox.program import Ended, Program, check_namespaces
 from agentenv.envs.sandbox.program_launch import ProgramSpec
 from agentenv.text.call_syntax import without_thoughts
@@ -369,17 +371,11 @@ class ProgramEnv:
         def filled(text: str) -> str:
             return _COLUMN.sub(lambda found: str(columns.get(found[1], found[0])), text)
 
-        def all_filled(texts: Mapping[str, str]) -> dict[str, str]:
-            return {name: filled(text) for name, text in texts.items()}
-
         reward = {"AGENTENV_REWARD_URL": f"http://127.0.0.1:{session.port}/v1/reward"}
-        spec = replace(
-            config,
-            command=tuple(map(filled, config.command)),
-            folder=filled(config.folder),
-            files=all_filled(config.files),
-            variables={**all_filled(config.variables), **session.variables, **reward},
-        )
+        names = ("command", "folder", "files", "variables")
+        own = {name: map_texts(getattr(config, name), filled) for name in names}
+        own["variables"] |= {**session.variables, **reward}
+        spec = replace(config, **own)
         self._program = await Program.start(
             spec, self._seed, session.port, self._endpoint.socket if self._endpoint else None
         )
@@ -408,9 +404,8 @@ class ProgramEnv:
             return call  # type: ignore[no-any-return]
         finally:
             for one in (pending, ending):
+                one.add_done_callback(retrieve_exception)
                 one.cancel()
-                if one.done() and not one.cancelled():
-                    one.exception()
 
     async def _stop(self) -> None:
         if self._program is not None:
@@ -479,10 +474,10 @@ class ProgramEnv:
             return Grade(float(found), found > 0)
         raise CrashError(f"{who} returned {found!r:.200}; expected a Grade or a number")
 
-    def _normal(self, call: Json) -> Json:
+    def _normal(self, call: Json) -> Any:
         """A call without its random parts."""
-        found: Json = _normal(call, _rules(tuple(self.config.normalise.items())))
-        return found
+        rules = _rules(tuple(self.config.normalise.items()))
+        return map_texts(call, lambda text: rewritten(text, rules))
 
 
 program_config = partial(shared_config, ProgramConfig, "env.kwargs.program")
@@ -502,19 +497,6 @@ def _posted(posted: Json | None) -> Grade:
 
 
 @cache
-def _rules(more: tuple[tuple[str, str], ...]) -> Sequence[tuple[re.Pattern[str], str]]:
+def _rules(more: tuple[tuple[str, str], ...]) -> Rewrites:
     patterns = {**NORMALIZERS, **dict(more)}
     return [(re.compile(one), f"<{name}>") for name, one in patterns.items() if one]
-
-
-def _normal(value: Any, rules: Sequence[tuple[re.Pattern[str], str]]) -> Any:
-    """The value with random parts replaced in all texts."""
-    if isinstance(value, str):
-        for pattern, name in rules:
-            value = pattern.sub(name, value)
-        return value
-    if isinstance(value, dict):
-        return {key: _normal(one, rules) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_normal(one, rules) for one in value]
-    return value

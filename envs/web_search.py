@@ -9,7 +9,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv.base.offload import in_thread
 from agentenv.base.types import Info, Message, Task, ToolResult
 from agentenv.contract.env import shared
 from agentenv.contract.function_tool import argument_schema, read_arguments
@@ -18,7 +17,7 @@ from agentenv.contract.tool_env import Prompt, ToolEnv
 from agentenv.contract.tools import StatelessTool
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.envs.grading.reward import make_grader
-from agentenv.envs.search.bm25 import MAX_ON_LOOP, BM25Index, load_bm25s
+from agentenv.envs.search.bm25 import BM25Index, load_bm25s
 from agentenv.envs.search.corpus import read_corpus
 from agentenv.envs.search.keys import Mode, SearchConfig
 from agentenv.envs.search.service import (
@@ -61,10 +60,7 @@ class SearchTool(StatelessTool):
     async def call(self, arguments: dict[str, Any], state: Any) -> ToolResult:
         """Search; a large corpus is searched in a thread."""
         query = read_arguments(self.name, arguments, self._Arguments).query
-        if len(self.index.passages) <= MAX_ON_LOOP:
-            found = self.index.search(query, self.top_k)
-        else:
-            found = await in_thread(self.index.search, query, self.top_k)
+        found = await self.index.search(query, self.top_k)
         text = "\n".join(passage.text[: self.max_chars_per_result] for passage in found)
         return ToolResult(text or NO_RESULTS, {"ids": [passage.id for passage in found]})
 
@@ -75,7 +71,8 @@ class WebSearchEnv(ToolEnv):
 
     `search` holds the keys of `SearchConfig`, e.g. {"backend": {"name": "web", "provider":
     "serper"}, "mode": "pages"}; without it the shipped sample of Wikipedia is searched. `grader`
-    holds the keys of `GraderConfig`. `tool_timeout_s` 0 is a default that fits the mode.
+    holds the keys of `GraderConfig`. The deadline of a call fits the mode, unless
+    `[[env.tools]]` sets another one.
     """
 
     def __init__(
@@ -85,8 +82,6 @@ class WebSearchEnv(ToolEnv):
         open_page: bool = True,
         grader: GraderConfig | Mapping[str, Any] | None = None,
         prompt: Prompt = None,
-        tool_timeout_s: float = 0.0,
-        num_retries: int = 2,
     ) -> None:
         config = search_config(search)
         service = shared_service(config)
@@ -98,8 +93,7 @@ class WebSearchEnv(ToolEnv):
             tools=tools,
             grader=make_grader(grader, reward="tools", partial_credit=True),
             prompt=prompt,
-            tool_timeout_s=tool_timeout_s or _TIMEOUT_S[config.sizes.mode],
-            num_retries=num_retries,
+            tool_timeout_s=_TIMEOUT_S[config.sizes.mode],
         )
 
     async def step(self, action: Message) -> tuple[list[Message], float, bool, bool, Info]:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from agentenv.assembly.checks.checks import refuse
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.parts.assembly import Questions
-from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, noted, observed, prediction
+from agentenv.assembly.reports.records import FAILED, EvalRow, Wanted, facts, observed, prediction
 from agentenv.assembly.run.exits import first_reason
 from agentenv.assembly.run.rundir import LOG_FILE
 from agentenv.assembly.run.terminal import View
@@ -119,9 +119,7 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
         padded_tokens=num_padded(trajectory.path, getattr(renderer, "num_words", math.inf)),
         tool_tokens=tool_tokens,
         seconds=round(answer.seconds, 4),
-        error=leaf.error,
         reason=str(leaf.info.get("reason", "")),
-        parts=dict(leaf.info.get("parts", {})),
         assist=leaf.info.get("assist") or count_calls(row.tool_calls),  # of a browser agent
         abandoned=[
             renderer.decode(node.action_ids) + renderer.decode(node.observation_ids)
@@ -129,7 +127,6 @@ def row_of(dataset: str, answer: Answer, seed: int) -> EvalRow:
             if "abandoned" in node.info
         ],
         policy_versions=[min(versions), max(versions)] if versions else [],
-        endpoint=noted(leaf),
     )
 
 
@@ -137,22 +134,14 @@ def row_of_path(
     dataset: str, task: Task, sample: int, trajectory: Trajectory, codec: Renderer | TextCodec
 ) -> EvalRow:
     """The row of a trajectory without figures: the input of its grader, and the result."""
-    leaf, failed = trajectory.leaf, trajectory.leaf.end == FAILED
     return EvalRow(
         dataset=dataset,
-        task=task.id,
         sample=sample,
-        kind=task.kind,
         env_id=task.env_id,
-        question=task.question,
-        answers=list(task.answers),
         metadata=task.metadata,
         segments=segments_of(trajectory.path, codec),
-        tool_calls=[call for node in trajectory.path for call in node.info.get("tool_calls", ())],
-        end=str(leaf.end),
-        limit=str(leaf.limit) if leaf.limit is not None else None,
-        reward=0.0 if failed else trajectory.reward,
-        success=trajectory.success and not failed,
+        reward=0.0 if trajectory.leaf.end == FAILED else trajectory.reward,
+        **facts(task, trajectory),
     )
 
 

@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import groupby, product
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -27,6 +26,7 @@ from msgspec.structs import asdict, replace
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import load_config, read_toml
+from agentenv.base.deadline import at_most
 from agentenv.base.disk import make_folder, write_whole
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import read_as, read_object
@@ -268,6 +268,4 @@ async def _interrupt(process: asyncio.subprocess.Process) -> None:
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.returncode is None:
             os.killpg(process.pid, number)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await process.wait()
+            await at_most(GRACE_S, process.wait())

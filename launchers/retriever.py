@@ -26,9 +26,8 @@ from msgspec import Meta, Struct
 from agentenv.assembly.keys.help import KeysParser, add_key_help
 from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.terminal import View
-from agentenv.base.config import about, build_config, load_config
+from agentenv.base.config import about, load_config, resolve_config
 from agentenv.base.errors import ForeignError
-from agentenv.base.overrides import apply_overrides
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode
 from agentenv.contract.server_config import ClientKeyEnv, ListenHost, ListenPort, read_key
@@ -160,12 +159,7 @@ def read_config(arguments: list[str]) -> RetrieverConfig:
     """The configuration: of a TOML file and overrides, or of overrides alone."""
     if arguments and "=" not in arguments[0]:
         return load_config(RetrieverConfig, Path(arguments[0]), arguments[1:])
-    raw: dict[str, object] = {}
-    apply_overrides(raw, arguments)
-    backend = raw.get("backend")
-    if isinstance(backend, dict):
-        backend.setdefault("name", "bm25")
-    return build_config(RetrieverConfig, raw, "the command line")
+    return resolve_config(RetrieverConfig, {}, "the command line", arguments)
 
 
 def main(arguments: list[str]) -> int:

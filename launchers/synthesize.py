@@ -139,10 +139,8 @@ async def _write(
 
 def _check_hints(plan: SynthesisPlan, engine: ChatEngine | TokensEngine | None) -> None:
     """Reject hints for an endpoint that cannot continue a text."""
-    if plan.config.hints is None or not isinstance(engine, ChatEngine):
-        return
-    chosen = engine.config.continuation
-    if chosen == "turns" or (chosen == "auto" and not engine.endpoint.known):
+    has_hints = plan.config.hints is not None
+    if has_hints and isinstance(engine, ChatEngine) and engine.way() == "turns":
         raise ConfigError(
             "hints: this endpoint uses chat messages and does not continue a text; set "
             "engine.continuation = 'prefix' if it can, pass --tokenizer for a vLLM or SGLang "

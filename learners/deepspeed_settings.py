@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.errors import ConfigError, DataError
+from agentenv.base.errors import ConfigError, DataError, reported_as
 from agentenv.base.model_files import read_object
 from agentenv.learners.keys import LearnerConfig
 
@@ -26,7 +26,9 @@ def deepspeed_settings(config: LearnerConfig) -> Settings:
     settings = _our_settings(config)
     if config.deepspeed_config:
         path = Path(config.deepspeed_config)
-        theirs = {name: value for name, value in _read(path).items() if not _is_off(name, value)}
+        with reported_as(ConfigError, "learner.deepspeed_config", DataError):
+            given = read_object(path, "DeepSpeed configuration")
+        theirs = {name: value for name, value in given.items() if not _is_off(name, value)}
         for name in theirs:
             if name in REFUSED:
                 raise ConfigError(
@@ -87,10 +89,3 @@ def _merge(ours: Settings, theirs: Settings, path: Path, where: tuple[str, ...])
 def _is_off(name: str, value: Any) -> bool:
     off = value == "auto" or (isinstance(value, dict) and value.get("enabled") is False)
     return off and name in REFUSED
-
-
-def _read(path: Path) -> Settings:
-    try:
-        return read_object(path, "DeepSpeed configuration")
-    except DataError as error:
-        raise ConfigError(f"learner.deepspeed_config = {error}") from error

@@ -58,14 +58,14 @@ def add_adapters(model: Any, config: LoRAConfig) -> list[Any]:
         peft_config.exclude_modules = rf"(.*\.)?({'|'.join(towers)})(\..*)?"
     from peft import inject_adapter_in_model
 
-    shared = _shared_weights(model)
+    names = names_of(model)
     try:
         with warnings.catch_warnings(action="ignore"):  # about layers that are rejected below
             inject_adapter_in_model(peft_config, model, ADAPTER)
     except (ValueError, NotImplementedError) as error:  # peft names the missing modules
         raise ConfigError(f"learner.lora.target_modules: {error}") from error
     for name, module in model.named_modules():
-        problem = _unmergeable(model, name, module, shared) if hasattr(module, "lora_A") else ""
+        problem = _unmergeable(model, name, module, names) if hasattr(module, "lora_A") else ""
         if problem:
             raise ConfigError(
                 f"learner.lora.target_modules: {problem}, so that the merged model could not be "
@@ -107,15 +107,15 @@ def _default_targets(model: Any) -> list[str]:
     return sorted(linear - OF_EXPERTS)
 
 
-def _shared_weights(model: Any) -> dict[int, list[str]]:
-    """The names of each parameter with several names, by its id: tied embeddings."""
+def names_of(model: Any) -> dict[int, list[str]]:
+    """The names of each parameter, by its id; several of tied embeddings."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
-    return {key: found for key, found in names.items() if len(found) > 1}
+    return names
 
 
-def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]]) -> str:
+def _unmergeable(model: Any, name: str, module: Any, names: dict[int, list[str]]) -> str:
     """The reason why `merged` does not give the weight of this adapted layer; empty if it does."""
     from peft.tuners.lora.layer import Linear, ParamWrapper
     from torch import nn
@@ -125,8 +125,8 @@ def _unmergeable(model: Any, name: str, module: Any, shared: dict[int, list[str]
         return f"{module.parameter_name} would be an expert or the router of {family}"
     if type(module) is not Linear or not isinstance(base, nn.Linear) or module.fan_in_fan_out:
         return f"{name} of {family} is of class {type(base).__name__}, not a linear layer"
-    if id(base.weight) in shared:
-        return f"{name} of {family} shares its weight with {' and '.join(shared[id(base.weight)])}"
+    if len(tied := names[id(base.weight)]) > 1:
+        return f"{name} of {family} shares its weight with {' and '.join(tied)}"
     if module is model.get_output_embeddings():
         return f"{name} is the head of {family}"
     weight = f"{name}.weight"

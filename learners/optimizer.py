@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
@@ -54,9 +54,7 @@ class OptimizerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 def optimizer_of(config: OptimizerConfig) -> OptimizerConfig:
     """The optimizer's part of a configuration that has more, as the learner's."""
-    return OptimizerConfig(
-        **{name: getattr(config, name) for name in OptimizerConfig.__struct_fields__}
-    )
+    return convert(config, OptimizerConfig, from_attributes=True)
 
 
 class ScheduleConfig(OptimizerConfig, frozen=True, kw_only=True):

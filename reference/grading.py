@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
-from agentenv.envs.grading.verdict import Verdict
+from agentenv.envs.grading.verdict import Matcher, Verdict
 from agentenv.envs.grading.words import token_f1
 
 Output = dict[str, Any]
@@ -147,19 +147,16 @@ def reference_equal(one: str | None, other: str | None) -> bool:
         return one == other
 
 
-class ReleasedEquality:
+class ReleasedEquality(Matcher):
     """The rule of the released evaluation, next to its judge, as a matcher: an answer that equals
     the gold is correct without the judge. Several golds are a list there, which no answer
     equals."""
-
-    async def start(self) -> None:
-        """Nothing to start."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """The verdict, with score 0 or 1."""
         right = len(golds) == 1 and reference_equal(answer, golds[0])
         reason = f"{'right' if right else 'wrong'}: by the string rules of the released evaluation"
-        return Verdict(right, float(right), reason, "reference")
+        return Verdict(right, float(right), reason)
 
 
 def reference_verdict(reply: str) -> bool:
@@ -274,14 +271,11 @@ _FIELD = re.compile(rf"\{{({'|'.join(FIELDS)})\}}")
 def read_prompt(path: Path) -> str:
     """A text with the three FIELDS in braces: the whole file, or the only such text of a Python
     file, which is parsed and not run. Raises ConfigError."""
-    try:
+    who = f"grader.judge.prompt_file: {path} cannot be read"
+    remedy = "; expected evaluation/src/llm_evaluator_sds.py of your copy of ARPO's repository"
+    with reported_as(ConfigError, who, OSError, SyntaxError, ValueError, end=remedy):
         text = path.read_text(encoding="utf-8")
         nodes = ast.walk(ast.parse(text)) if path.suffix == ".py" else [ast.Constant(text)]
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError) as error:
-        raise ConfigError(
-            f"grader.judge.prompt_file: {path} cannot be read: {error}; expected "
-            "evaluation/src/llm_evaluator_sds.py of your copy of ARPO's repository"
-        ) from error
     texts = [node.value for node in nodes if isinstance(node, ast.Constant)]
     fitting = [one for one in texts if isinstance(one, str) and {*_FIELD.findall(one)} == {*FIELDS}]
     if len(fitting) != 1:

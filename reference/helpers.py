@@ -206,11 +206,10 @@ def debugged(env: ToolEnv, config: DebuggerConfig, model: HelperModel) -> None:
     """Put the debugger around the tool of an env, before `reset`."""
     tool = env.tools[config.tool]
     limits = env.tool_limits.get(config.tool, ToolLimits())
-    limits = limits.filled(env.tool_timeout_s, env.num_retries)
-    assert limits.timeout_s is not None
-    env.tools[config.tool] = DebuggedTool(tool, config, model, limits.timeout_s)
+    timeout_s = env.tool_timeout_s if limits.timeout_s is None else limits.timeout_s
+    env.tools[config.tool] = DebuggedTool(tool, config, model, timeout_s)
     # enough for both runs and the model between them, each with its own deadline
-    whole_s = 2 * limits.timeout_s + config.timeout_s + 1
+    whole_s = 2 * timeout_s + config.timeout_s + 1
     env.tool_limits[config.tool] = replace(limits, timeout_s=whole_s)
 
 

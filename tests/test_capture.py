@@ -40,7 +40,6 @@ from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.credit import TreeCredit, tree_credit
 from agentenv.learners.trees.encoded_tree import encode
 from agentenv.rollout.actor import Actor
-from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import rollout_metrics
 from agentenv.rollout.program_conversation import ProgramConversation
@@ -215,14 +214,14 @@ def test_a_captured_tree_is_restored_from_its_journal(tmp_path: Path) -> None:
         limits, sampling = Limits(strict=True), SamplingParams(max_tokens=1)
         make_env = partial(ProgramEnv, program=sub_agent)
         actor = Actor(engine, TagRenderer(tokenizer), make_env, limits, sampling, seed=7)
-        journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+        journal = Journal(tmp_path, settings="s", incarnation=1)
         try:
             record = journal.record(0)
             tree = await actor.rollout(TASK, ForkOnce(8), record=record)
         finally:
             await journal.close()
             await close_shared()
-        later = Journal(tmp_path, JournalConfig(), settings="s", incarnation=2)
+        later = Journal(tmp_path, settings="s", incarnation=2)
         recorded = await later.recall(0, TASK)
         await later.close()
         assert recorded is not None

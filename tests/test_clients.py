@@ -18,6 +18,7 @@ from yarl import URL
 
 from agentenv.base.errors import AgentEnvError, ConfigError, DataError, ToolError
 from agentenv.base.offload import in_thread
+from agentenv.base.retries import Backoff
 from agentenv.base.secrets import SECRETS
 from agentenv.contract.env import isolated_shared
 from agentenv.contract.http import MAX_RETRY_AFTER_S, HttpClient, JsonSocket, retry_after_s
@@ -247,14 +248,15 @@ async def test_one_policy_of_retries(
     """429 is retried, not before the server's time."""
     pauses: list[float] = []
 
-    async def pause(who: str, *_: Any, at_least_s: float, **__: Any) -> None:
+    def seconds(self: Backoff, attempt: int, key: str, at_least_s: float) -> float:
         pauses.append(at_least_s)
+        return 0.0
 
     async def full(request: web.Request) -> web.Response:
         headers = {"Retry-After": wanted, "Date": DATE}
         return web.Response(status=429, headers=headers)
 
-    monkeypatch.setattr("agentenv.base.retries.pause_before_retry", pause)
+    monkeypatch.setattr(Backoff, "seconds", seconds)
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_PAUSE_S", 0.0)  # of all callers
     monkeypatch.setattr("tests.test_clients.NUM_RETRIES", 2)
     async with serving(full) as url:

@@ -20,13 +20,12 @@ from agentenv.base.errors import DataError, EngineDeadError, TooManyFailuresErro
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, Task
 from agentenv.cluster.engines import LinkedEngine
-from agentenv.cluster.messages import read_request
+from agentenv.cluster.messages import Notice, pack, read_request
 from agentenv.cluster.workers import RolloutWorkers
-from agentenv.processes.link import PREFIX_BYTES, READ_BYTES, Link
+from agentenv.processes.link import PREFIX_BYTES, Link, frame_of
 from agentenv.processes.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.actor_parts import ActorParts
-from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
 from agentenv.training.workers.rollout_worker import RolloutWorker
 from tests.support.links import connected, linked
@@ -301,7 +300,7 @@ def test_without_workers_rollouts_end() -> None:
 
 def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Path) -> None:
     def journal() -> Journal:
-        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+        return Journal(tmp_path, settings="s", incarnation=1)
 
     async def work(cluster: Cluster) -> list[TrajectoryTree]:
         cluster.workers.journal = journal()
@@ -324,7 +323,7 @@ def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Pa
 
 def test_a_tree_begun_by_an_earlier_process_resumes_in_a_worker(tmp_path: Path) -> None:
     def journal() -> Journal:
-        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+        return Journal(tmp_path, settings="s", incarnation=1)
 
     async def begin() -> None:
         first = journal()
@@ -392,7 +391,7 @@ def test_counters_of_the_workers_are_added_to_those_of_the_controller() -> None:
 
 def test_messages_of_a_worker_are_reported_with_its_name() -> None:
     async def work(cluster: Cluster) -> list[str]:
-        cluster.served["b"].notify("slow")
+        cluster.served["b"].link.send(pack(Notice("slow")))
         await asyncio.sleep(1.0)
         return cluster.told
 
@@ -413,7 +412,8 @@ def test_an_undecodable_frame_of_a_worker_costs_no_tree() -> None:
 
 
 async def test_frames_of_any_size_arrive_in_their_order() -> None:
-    sizes = [0, 5, 1, READ_BYTES - 3, 7, 3 * READ_BYTES + 11, 2, READ_BYTES] * 3
+    read = 1 << 18  # bytes that an event loop reads at once
+    sizes = [0, 5, 1, read - 3, 7, 3 * read + 11, 2, read] * 3
     frames = [bytes([n % 251]) * size for n, size in enumerate(sizes)]
     received: list[bytes] = []
     done = asyncio.Event()
@@ -433,6 +433,20 @@ async def test_frames_of_any_size_arrive_in_their_order() -> None:
         link.close()
         await done.wait()
     assert received == frames
+
+
+@pytest.mark.parametrize("received", [3, 10])
+async def test_a_cancelled_call_loses_no_part_of_a_frame(received: int) -> None:
+    reader, frame = asyncio.StreamReader(), frame_of(b"whole")
+    link = Link(reader, None)  # type: ignore[arg-type]
+    reader.feed_data(frame[:received])
+    receiving = asyncio.create_task(link.receive())
+    await asyncio.sleep(0)
+    receiving.cancel()
+    reader.feed_data(frame[received:])
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    assert await link.receive() == b"whole"
 
 
 async def test_frames_in_quick_succession_are_sent_together(

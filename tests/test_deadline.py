@@ -22,7 +22,7 @@ from agentenv.base.deadline import (
     working,
 )
 from agentenv.base.errors import EnvError, StallError
-from agentenv.base.retries import backoff_s
+from agentenv.base.retries import Backoff
 from agentenv.base.types import Completion, Limits
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
 from tests.support.toy import CharTokenizer
@@ -270,10 +270,11 @@ async def test_work_that_exceeds_its_time_is_named() -> None:
 
 
 def test_a_backoff_doubles_is_bounded_and_differs_by_key() -> None:
-    waits = [backoff_s(0, f"call {n}", first_s=0.5, max_s=30, at_least_s=7.0) for n in range(20)]
+    backoff = Backoff(0.5, 30.0)
+    waits = [backoff.seconds(0, f"call {n}", 7.0) for n in range(20)]
     assert all(7 <= wait <= 10.5 for wait in waits)  # never shorter than requested
     assert len(set(waits)) > 10
-    assert waits[3] == backoff_s(0, "call 3", first_s=0.5, max_s=30, at_least_s=7.0)
-    assert 2 <= backoff_s(2, "call", first_s=0.5, max_s=30) <= 3
+    assert waits[3] == backoff.seconds(0, "call 3", 7.0)
+    assert 2 <= backoff.seconds(2, "call") <= 3
     for attempt in (12, 2000):
-        assert 30 <= backoff_s(attempt, "call", first_s=0.5, max_s=30) <= 45
+        assert 30 <= backoff.seconds(attempt, "call") <= 45

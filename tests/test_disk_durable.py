@@ -21,7 +21,7 @@ from agentenv.base.disk import append_whole, make_folder, write_whole
 from agentenv.base.errors import ConfigError
 from agentenv.learners.ranks.checkpoint import write_tensors
 from agentenv.rollout.archive import Archive
-from agentenv.rollout.frames import ArchiveConfig, Began, JournalConfig, Mark
+from agentenv.rollout.frames import ArchiveConfig, Began, Mark
 from agentenv.rollout.journal import Journal
 from tests.test_archive import header, kept
 
@@ -66,10 +66,10 @@ def test_the_name_of_a_durable_file_is_durable(tmp_path: Path, synced: Synced) -
 
 async def test_the_names_of_journal_files_are_durable(tmp_path: Path, synced: Synced) -> None:
     folder = tmp_path / "run" / "journal"
-    journal = Journal(folder, JournalConfig(), settings="s", incarnation=1)
+    journal = Journal(folder, settings="s", incarnation=1)
     assert synced.has(folder)
     assert synced.has(folder / "000001.frames")
-    journal.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
+    journal.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
     await journal.rotate(0)
     assert synced.has(folder / "000002.frames")
     await journal.close()
@@ -143,7 +143,7 @@ def test_an_exception_during_a_write_leaves_no_file(tmp_path: Path) -> None:
 async def test_a_journal_that_cannot_create_a_file_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    journal = Journal(tmp_path, settings="s", incarnation=1)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentenv.assembly.run.terminal import is_shown
+from agentenv.base.retries import Backoff
 from agentenv.base.types import Message
 from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.processes import worker_pool
@@ -125,7 +126,7 @@ async def test_a_hanging_process_is_restarted_and_texts_are_encoded_locally_mean
     async_renderer: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts that were lost together are one loss."""
-    monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.4)
+    monkeypatch.setattr(encoder, "PAUSES", Backoff(0.4, 60.0))
     assert async_renderer.encoder is not None
     async_renderer.encoder = Encoder(async_renderer.tokenizer)
     assert await prepared(async_renderer, TEXTS[0])
@@ -147,7 +148,7 @@ async def test_a_process_that_fails_three_times_in_a_row_is_not_restarted(
     async_renderer: TagRenderer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Failures with a success in between do not count."""
-    monkeypatch.setattr(encoder, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(encoder, "PAUSES", Backoff(0.0, 60.0))
     async_renderer.encoder = Encoder(async_renderer.tokenizer)
     for text in ("one", "two", "three", "four"):
         assert await prepared(async_renderer, TEXTS[0] + text)

@@ -78,7 +78,7 @@ except agentenv.ConfigError as error:
 
 def test_two_packages_that_claim_one_id_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     claims = [EnvSpec(f"{name}:Env", {}, f"the package {name}") for name in ("one", "two")]
-    monkeypatch.setattr(registry, "_installed", {"x/Same-v0": claims})
+    monkeypatch.setattr(registry, "installed_envs", lambda: {"x/Same-v0": claims})
     with pytest.raises(ConfigError, match=r"register .*one.*two"):
         registry.spec("x/Same-v0")
     registry.register("x/Same-v0", "mine:Env")

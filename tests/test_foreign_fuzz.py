@@ -36,6 +36,7 @@ from agentenv.base.errors import (
     ToolError,
 )
 from agentenv.base.result_cache import ResultCache
+from agentenv.base.retries import Backoff
 from agentenv.base.types import Message, SamplingParams, Task, ToolCall, VersionSpan
 from agentenv.base.untrusted import decode, packed
 from agentenv.contract.env import Grade
@@ -101,8 +102,7 @@ def _print_outcomes() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 0.002)
+    monkeypatch.setattr("agentenv.base.retries.REQUESTS", Backoff(0.0, 0.002))
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_PAUSE_S", 0.002)
 
 

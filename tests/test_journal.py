@@ -25,7 +25,6 @@ from agentenv.rollout.frames import (
     Began,
     Counts,
     Finished,
-    JournalConfig,
     Leased,
     Mark,
     Recorded,
@@ -37,7 +36,7 @@ from agentenv.rollout.frames import (
 from agentenv.rollout.journal import COMMIT_S, GATHER_S, Journal
 from agentenv.text.renderer import TagRenderer
 from tests.support.toy import CharTokenizer, CountingEnv
-from tests.support.virtual_clock import run_virtual
+from tests.support.virtual_clock import Inline, run_virtual
 from tests.test_actor import AlwaysFork
 
 TASK = Task("t", "toy", "how many?", ("2",))
@@ -46,15 +45,8 @@ TASK = Task("t", "toy", "how many?", ("2",))
 pytestmark = pytest.mark.usefixtures("no_env_left_open")
 
 
-async def here(function: Any, *arguments: Any) -> Any:
-    """Instead of a thread, which a virtual clock cannot run."""
-    return function(*arguments)
-
-
 def journal(folder: Path, settings: str = "s", incarnation: int = 1) -> Journal:
-    return Journal(
-        folder, JournalConfig(), settings=settings, incarnation=incarnation, offload=here
-    )
+    return Journal(folder, settings=settings, incarnation=incarnation)
 
 
 def searches(prompt: str, rng: Random) -> str:
@@ -337,9 +329,9 @@ def test_files_are_removed_when_no_checkpoint_needs_their_trees(tmp_path: Path) 
     async def scenario() -> None:
         written = journal(tmp_path)
         for index in (0, 1):
-            written.append(Began(index, "t", 0, 1, "s", Mark(1, index, 0)))
+            written.append(Began(index, "t", 0, "s", Mark(1, index, 0)))
         await written.rotate(0)
-        written.append(Began(2, "t", 0, 1, "s", Mark(1, 2, 0)))
+        written.append(Began(2, "t", 0, "s", Mark(1, 2, 0)))
         await written.rotate(2)
         assert files(tmp_path) == ["000002", "000003"]
         await written.rotate(3)
@@ -356,7 +348,7 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
         written = journal(tmp_path)
         for index in range(4):
             written.append(Started(index, 1, 2.5))
-        written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
+        written.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
         assert not any(map(written.earlier.started, range(4))), (
             "those of this process are no earlier ones"
         )
@@ -386,7 +378,7 @@ def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
 async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    written = Journal(tmp_path, settings="s", incarnation=1)
     written.append(Leased(0, [0]))
     await written.commit()
     path = tmp_path / f"{files(tmp_path)[0]}.frames"
@@ -417,9 +409,9 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
 
     for is_working in (True, False):
         folder = tmp_path / str(is_working)
-        written = Journal(folder, JournalConfig(), settings="s", incarnation=1)
+        written = Journal(folder, settings="s", incarnation=1)
         if is_working:
-            written.append(Began(0, "t", 0, 1, "s", Mark(1, 0, 0)))
+            written.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
             await written.commit()
         path = folder / "000001.frames"
         size = path.stat().st_size
@@ -431,12 +423,12 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
             with pytest.raises(ConfigError, match="No space left"):
                 await written.rotate(0)
         assert written.is_broken
-        written.append(Began(1, "t", 0, 1, "s", Mark(1, 1, 0)))
+        written.append(Began(1, "t", 0, "s", Mark(1, 1, 0)))
         with pytest.raises(ConfigError, match="cannot be written"):
             await written.commit()
         await written.close()  # it was told
         assert path.stat().st_size == size
-        again = Journal(folder, JournalConfig(), settings="s", incarnation=2)
+        again = Journal(folder, settings="s", incarnation=2)
         assert again.earlier.knows(0) == is_working
         assert not again.earlier.knows(1)
         await again.close()
@@ -445,11 +437,12 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
 def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
     """Waits for the journal, and its close, end."""
 
-    async def hangs(function: Any, *arguments: Any) -> None:
-        await asyncio.Event().wait()
+    class Hanging(Inline):
+        async def in_thread(self, *_: Any, **__: Any) -> Any:
+            await asyncio.Event().wait()
 
     async def scenario() -> None:
-        written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1, offload=hangs)
+        written = Journal(tmp_path, settings="s", incarnation=1)
         written.append(Leased(0, [0]))
         with pytest.raises(ConfigError, match="finish within 300"):
             await written.commit()
@@ -463,14 +456,14 @@ def test_a_disk_that_hangs_is_named_and_ends_the_wait(tmp_path: Path) -> None:
         assert file is not None
         file.close()
 
-    run_virtual(scenario())
+    run_virtual(scenario(), Hanging())
 
 
 async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_path: Path) -> None:
     """And their replacements are known."""
     for refused in ([], [4], [5]):
         written = journal(tmp_path)
-        written.append(Began(4, "t", 0, 1, "s", Mark(1, 4, 0)))
+        written.append(Began(4, "t", 0, "s", Mark(1, 4, 0)))
         written.append(Finished(4, 0, [], Counts(1, 1, 0, 0, 0), Mark(1, 4, 1)))
         written.append(StepRefused(3, refused))
         await written.close()
@@ -499,8 +492,8 @@ async def test_written_frames_are_synced_within_sync_s(
     synced = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(os, "fdatasync", lambda _: loop.call_soon_threadsafe(synced.set))
-    monkeypatch.setattr(JournalConfig, "sync_s", 0.05)
-    written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    monkeypatch.setattr("agentenv.rollout.journal.SYNC_S", 0.05)
+    written = Journal(tmp_path, settings="s", incarnation=1)
     written.append(Leased(0, [0]))
     await written.commit()
     assert not synced.is_set()
@@ -519,13 +512,14 @@ def test_frames_are_batched_until_a_commit_waits_for_them(tmp_path: Path) -> Non
     """To hand a thread each of them alone would cost more than all else that a turn does."""
     batches: list[int] = []
 
-    async def offload(function: Any, *arguments: Any) -> Any:
-        if function.__name__ == "_put":
-            batches.append(len(arguments[0]))
-        return function(*arguments)
+    class Counting(Inline):
+        async def in_thread(self, function: Any, *arguments: Any, **_: Any) -> Any:
+            if function.__name__ == "_put":
+                batches.append(len(arguments[0]))
+            return function(*arguments)
 
     async def scenario() -> None:
-        written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1, offload=offload)
+        written = Journal(tmp_path, settings="s", incarnation=1)
         loop = asyncio.get_running_loop()
         for step in range(10):
             written.append(Leased(step, [step]))
@@ -540,7 +534,7 @@ def test_frames_are_batched_until_a_commit_waits_for_them(tmp_path: Path) -> Non
         assert batches == [10, 2]  # frames appended meanwhile are included
         await written.close()
 
-    run_virtual(scenario())
+    run_virtual(scenario(), Counting())
 
 
 async def test_a_bug_of_the_journal_is_raised_at_commit_and_close(

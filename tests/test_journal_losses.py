@@ -18,7 +18,7 @@ from agentenv.base.offload import in_thread
 from agentenv.base.untrusted import packed
 from agentenv.contract.plan import RolloutPlan
 from agentenv.rollout.actor import Actor
-from agentenv.rollout.frames import HEADER, JournalConfig, Leased, TreeFrames, frames_of
+from agentenv.rollout.frames import HEADER, Leased, TreeFrames, frames_of
 from agentenv.rollout.journal import Journal
 from tests.support.virtual_clock import run_virtual
 from tests.test_cluster import Cluster
@@ -218,7 +218,7 @@ async def test_the_journal_has_its_own_thread(tmp_path: Path) -> None:
     ends = threading.Event()
     hanging = [asyncio.create_task(in_thread(ends.wait)) for _ in range(64)]
     await asyncio.sleep(0.1)
-    written = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    written = Journal(tmp_path, settings="s", incarnation=1)
     try:
         written.append(Leased(1, [1]))
         await written.commit()

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.keys.cluster import ProcessesCluster
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.contract.env import Env
 from agentenv.processes.worker_group import NUM_LOSSES, NUM_TRIALS, Left
-from agentenv.rollout.frames import JournalConfig
 from agentenv.rollout.journal import Journal
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import on_virtual_clock, run_virtual
@@ -160,7 +159,7 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
     """A controller that ends after so many losses, and the next one, lose no more together."""
 
     def journal(incarnation: int) -> Journal:
-        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=incarnation)
+        return Journal(tmp_path, settings="s", incarnation=incarnation)
 
     async def first() -> int:
         cluster = DeadlyCluster(where)
@@ -224,7 +223,7 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
 @on_virtual_clock
 async def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:
     def journal() -> Journal:
-        return Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+        return Journal(tmp_path, settings="s", incarnation=1)
 
     async def lose(cluster: Cluster) -> None:
         cluster.workers.journal = journal()
@@ -251,7 +250,7 @@ async def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
     begins_s: float | None, tmp_path: Path
 ) -> None:
     cluster = Cluster(lambda: make_actor(engine={"latency_s": 10.0}))
-    cluster.workers.journal = Journal(tmp_path, JournalConfig(), settings="s", incarnation=1)
+    cluster.workers.journal = Journal(tmp_path, settings="s", incarnation=1)
     if begins_s is not None:
         cluster.add("a")
     growing = asyncio.create_task(cluster.rollout(0))
@@ -267,7 +266,7 @@ async def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
     assert not cluster.workers.cancel(0, "again")
     await cluster.close()
     await cluster.workers.journal.close()
-    again = Journal(tmp_path, JournalConfig(), settings="s", incarnation=2)
+    again = Journal(tmp_path, settings="s", incarnation=2)
     recorded = again.earlier.read(0, TASK)
     await again.close()
     assert begins_s is None or cluster.engine.stats()["requests"] == before
@@ -341,7 +340,7 @@ def test_a_worker_is_restarted_after_each_of_a_few_trees_that_kill_it(
         await cluster.close()
         return cluster.left
 
-    restarts = Restarts(ProcessesCluster.max_restarts, "a", first_s=1.0, max_s=1.0)
+    restarts = Restarts(ProcessesCluster.max_restarts, "a", Backoff(1.0, 1.0))
     pauses = []
     for left in run_virtual(main()):
         if left.has_come_further:

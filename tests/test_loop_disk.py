@@ -56,7 +56,6 @@ ALLOWED = {
     "agentenv/engines/pool/weight_transfer.py _form: sender.open": NO_DISK,
     "agentenv/engines/pool/pooled_engine.py start: read_eos_ids": BEFORE,
     "agentenv/processes/supervisor.py start: self._reception.open": NO_DISK,
-    "agentenv/processes/worker_pool.py load: self._give": NO_DISK,
     "envs/grading/equality.py start: install_hint": "of an error that ends the start",
     "envs/sandbox/process.py launch: own_folder": OWN,
     "learners/ranks/rank_group.py start: reception.open": NO_DISK,

@@ -22,13 +22,10 @@ def both(
     refuse: Callable[[int], bool] = lambda index: False,
 ) -> tuple[Ran, Ran]:
     """As early as the bound allows, and just in time."""
+    queues = [ReplayQueue(GROUPS, BOUND), ReplayQueue(GROUPS, BOUND)]
+    queues[0]._pace = None
     early, timely = (
-        run_virtual(
-            run_loop(
-                ReplayQueue(GROUPS, BOUND, just_in_time=one), NUM_STEPS, grow, learner_s, refuse
-            )
-        )
-        for one in (False, True)
+        run_virtual(run_loop(queue, NUM_STEPS, grow, learner_s, refuse)) for queue in queues
     )
     assert max(map(max, early.staleness + timely.staleness)) <= BOUND
     return early, timely

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import psutil
 import pytest
 
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.processes import supervisor
 from agentenv.processes.supervisor import (
     LocalPlacement,
@@ -91,7 +91,7 @@ def test_exit_statuses_are_described_in_words() -> None:
 
 
 def test_pauses_between_restarts_grow_and_restarts_are_bounded() -> None:
-    restarts = Restarts(3, "key", first_s=1.0, max_s=3.0)
+    restarts = Restarts(3, "key", Backoff(1.0, 3.0))
     pauses = [restarts.lost() for _ in range(4)]
     assert pauses[-1] is None
     first, second, third = (pause or 0.0 for pause in pauses[:3])

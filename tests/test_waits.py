@@ -4,7 +4,7 @@ A call counts as such a wait if it is one of OUTSIDE below: of sockets, programs
 locks of files, queues. It has a deadline if one of these holds:
 
     it is, in its function, inside of asyncio.timeout, timeout_at or Deadline, or an argument of
-    within or asyncio.wait_for
+    within, at_most or asyncio.wait_for
     it has a time limit itself: timeout=.., timeout_s=.., or the equivalent of its library
     it is in ALLOWED, where the reason names its bound
 
@@ -35,7 +35,8 @@ FOREIGN = {"initialize", "list_tools", "call_tool", "send_ping"}  # of the packa
 OUTSIDE = SOCKETS | PROGRAMS | THREADS | FOREIGN
 BARE = {"wait", "join", "get", "acquire"}  # of events, programs, threads, queues: without arguments
 TIMES = {"timeout", "timeout_s", "limit_s"}
-BOUNDS = {"timeout", "timeout_at", "within", "wait_for", "Deadline", "after", "_deadline"}
+BOUNDS = {"timeout", "timeout_at", "within", "at_most", "wait_for", "Deadline", "after"}
+BOUNDS |= {"_deadline"}
 
 CHILD = "a child waits for what its parent asks, and ends with the connection"
 CALLER = "its callers bound it: "
@@ -106,10 +107,8 @@ ALLOWED = {
     "envs/bridges/verifiers_env.py _serve: asyncio.to_thread": CHILD,
     "agentenv/endpoint/server.py ApiServer._stream: queue.get": SAME,
     "lab/viewing/page.py serve: asyncio.Event().wait": FOREVER,
-    "assembly/run/control.py _received: connection.recv": CALLER + "settimeout in send",
     "assembly/run/control.py send: connection.sendall": "settimeout, above",
-    "learners/ranks/broadcast.py TorchLink.start.sent: work.wait": "it is completed",
-    "learners/ranks/rank_group.py RankGroup._wait_for_all: arrivals.get": "wait(timeout=..)",
+    "learners/ranks/broadcast.py TorchLink.start: work.wait": "it is completed",
     "learners/ranks/rank_process.py main: connection.sendall": CHILD,
     "learners/ranks/rank_process.py serve: connection.sendall": CHILD,
 }

@@ -38,7 +38,7 @@ import msgspec
 from agentenv.adapters.cold_start import write_rows
 from agentenv.assembly.keys.cluster import SpreadCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
-from agentenv.assembly.keys.help import refuse_verl_keys
+from agentenv.assembly.keys.help import refuse_verl_keys, shown
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.parts.session import run_session
 from agentenv.assembly.reports.pictures import read_metrics
@@ -277,7 +277,7 @@ def evaluate(
             paths, is_rows = _files_or_rows(data, "data")
             if is_rows:
                 paths = str(write_rows(memory / "questions.jsonl", paths))
-            texts.append(f"data={json.dumps(paths, ensure_ascii=False)}")
+            texts.append(f"data={shown(paths)}")
         built = resolve(
             found, source or text, raw, texts, given.id, EvaluateConfig, resolve_sets, view.log
         )
@@ -354,8 +354,7 @@ def _texts(overrides: Overrides) -> Iterator[str]:
         yield from overrides
         return
     for key, value in values_in(overrides):
-        text = "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
-        yield f"{key}={text}"
+        yield f"{key}={shown(value)}"
 
 
 def _replace_keys(

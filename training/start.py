@@ -48,7 +48,7 @@ def needed(config: TrainConfig, cluster: RayCluster) -> Iterator[tuple[str, dict
         for _ in range(config.learner.num_ranks):
             yield "learner.num_ranks", cluster.of_rank()
     if cluster.engines and launched is not None:
-        for _ in range(launched.count):
+        for _ in range(launched.num_servers):
             yield "engine.servers.num_servers", cluster.of_engine(launched)
     for _ in range(cluster.least):
         yield "cluster.workers", cluster.of_worker()
@@ -129,7 +129,7 @@ async def build_parts(
 ) -> Parts:
     """Check and build all parts; `stack` closes them. With a checkpoint, engine and learner start
     from it and no set-up runs. Raises ConfigError or DataError for bad input."""
-    assembly = TrainingAssembly(config, run.path, checkpoint, stack, report)
+    assembly = TrainingAssembly(config, run.path, stack, report, checkpoint)
     if not assembly.is_wide:  # free shared memory, which the model may need
         await in_thread(remove_left, MEMORY, WEIGHTS_PREFIX)
     await in_thread(remove_left, run.path, WEIGHTS_PREFIX)

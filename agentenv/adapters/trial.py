@@ -29,6 +29,7 @@ from tempfile import gettempdir
 from typing import Any, Self
 
 from agentenv.base.crashes import OURS, guarded
+from agentenv.base.deadline import cancel_all
 from agentenv.base.errors import AgentEnvError, ConfigError, CrashError, InfraError, OutageError
 from agentenv.base.types import Info, Limit, Message, Task
 from agentenv.base.untrusted import shortened
@@ -543,9 +544,7 @@ class BranchReplays:
 
     async def close(self) -> None:
         """Cancel unfinished replays."""
-        for task in self.replaying:
-            task.cancel()
-        await asyncio.gather(*self.replaying, return_exceptions=True)
+        await cancel_all(self.replaying)
 
     async def _replay(self, trial: Trial) -> None:
         who = f"{trial.task.env_id}, task {trial.task.id}"

@@ -24,6 +24,7 @@ from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.model_files import place_on_hub
 from agentenv.base.overrides import blaming, override_kinds
 from agentenv.base.secrets import REDACTED, SECRETS
+from agentenv.base.untrusted import map_texts
 
 T = TypeVar("T", bound=msgspec.Struct)
 Tree = dict[str, Any]
@@ -122,13 +123,7 @@ def resolver(run: Path | str) -> Resolve:
 
 def substituted(value: Any, resolve: Resolve) -> Any:
     """Plain values with {run} replaced in all texts."""
-    if isinstance(value, str):
-        return str(resolve(value)) if RUN in value else value
-    if isinstance(value, dict):
-        return {key: substituted(one, resolve) for key, one in value.items()}
-    if isinstance(value, list):
-        return [substituted(one, resolve) for one in value]
-    return value
+    return map_texts(value, lambda text: str(resolve(text)) if RUN in text else text)
 
 
 def to_plain(config: msgspec.Struct) -> Tree:

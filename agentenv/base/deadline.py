@@ -7,6 +7,8 @@
     with doing("the tool 'search'"): ...           names the rollout's current wait, for monitoring
     with deferring(defer_s): ...                   the work may be lost: deadlines can be deferred
     await uncancelled(env.close())                 completes the call despite cancellations
+    await at_most(5.0, process.wait())             waits, and goes on after 5 seconds in any case
+    await cancel_all(tasks)                        ends tasks
     await within(60.0, "..", reading)              its result, or StallError
 
 A `WorkClock` times a trajectory. Code that waits for a slot, for a rate limit, or for a server that
@@ -18,8 +20,8 @@ with a server does not count (`Work`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from enum import StrEnum
 from types import TracebackType
@@ -407,6 +409,13 @@ async def within(seconds: float, what: str, work: Awaitable[T]) -> T:
         ) from error
 
 
+async def at_most(seconds: float, work: Awaitable[object]) -> None:
+    """Wait for `work`, and cancel it after `seconds` of loop time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await work
+
+
 def end(waited_for: asyncio.Future[None], work: object = None) -> None:
     """Complete the future; idempotent."""
     if not waited_for.done():
@@ -418,6 +427,13 @@ def retrieve_exception(done: asyncio.Future[Any]) -> None:
     `add_done_callback`."""
     if not done.cancelled():
         done.exception()
+
+
+async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Cancel the tasks and wait for their end, regardless of their errors."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def uncancelled(work: Awaitable[T]) -> T:

@@ -146,6 +146,16 @@ def locked(folder: Path, more: int = 0) -> Iterator[None]:
         os.close(held)
 
 
+@contextmanager
+def short_path(socket: Path) -> Iterator[str]:
+    """A path of a Unix socket below the system's limit of 107 bytes, however long its own."""
+    folder = os.open(socket.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{socket.name}"
+    finally:
+        os.close(folder)
+
+
 def sync(path: Path) -> None:
     """Sync the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

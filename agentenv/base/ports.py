@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from ipaddress import ip_address
@@ -16,7 +15,7 @@ from ipaddress import ip_address
 from agentenv.base.errors import ConfigError
 
 ACCEPT_TURNS = 4
-LOOPBACK_DEVICE = "lo" if sys.platform == "linux" else "lo0"
+LOOPBACK_DEVICE = "lo"
 BACKLOG = 4096  # concurrent connects; a client that the kernel drops retries after seconds
 
 

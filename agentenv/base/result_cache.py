@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TypeVar
 
-from agentenv.base.deadline import retrieve_exception, waiting
+from agentenv.base.deadline import cancel_all, retrieve_exception, waiting
 from agentenv.base.errors import ConfigError, ForeignError
 from agentenv.base.offload import in_thread
 from agentenv.base.secrets import SECRETS
@@ -137,10 +137,7 @@ class ResultCache:
 
     async def close(self) -> None:
         """Cancel running fetches, write pending entries and close the file; idempotent."""
-        running = list(self._fetches.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel_all(self._fetches.values())
         if self._flushing is not None:
             await self._flushing
         if self._reader is not None:

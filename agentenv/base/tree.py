@@ -97,8 +97,6 @@ class Prefix(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """For numpy, int32 unless it requests another type."""
         import numpy as np

@@ -38,11 +38,9 @@ _OTHERS = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 @overload
-def decode(data: bytes | bytearray | str, *, packed: bool = ...) -> Any: ...
-@overload
 def decode(data: bytes | bytearray | str, kind: type[T], *, packed: bool = ...) -> T: ...
 @overload
-def decode(data: bytes | bytearray | str, kind: Any, *, packed: bool = ...) -> Any: ...
+def decode(data: bytes | bytearray | str, kind: Any = ..., *, packed: bool = ...) -> Any: ...
 def decode(data: bytes | bytearray | str, kind: Any = Any, *, packed: bool = False) -> Any:
     """JSON, or MessagePack if `packed`, as a value of `kind`. Raises only ForeignError, for any
     data."""
@@ -117,11 +115,7 @@ def decode_text(data: bytes) -> str:
 def printable(text: str) -> str:
     """The text with a question mark for each lone surrogate, which encoders and tokenizers
     reject."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-    return text
+    return text.encode("utf-8", "replace").decode()
 
 
 def shortened(text: str, max_chars: int, gap: str = "\n...\n") -> str:
@@ -129,6 +123,17 @@ def shortened(text: str, max_chars: int, gap: str = "\n...\n") -> str:
     tail = max_chars // 2
     head = max_chars - tail
     return text if len(text) <= max_chars else text[:head] + gap + text[len(text) - tail :]
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with each text changed, also in nested dicts, lists and tuples."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_texts(one, change) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([map_texts(one, change) for one in value])
+    return value
 
 
 @cache

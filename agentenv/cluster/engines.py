@@ -30,7 +30,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.deadline import ReportingClock, waiting, work_clock, working
+from agentenv.base.deadline import ReportingClock, cancel_all, waiting, work_clock, working
 from agentenv.base.errors import EngineDeadError, EngineError
 from agentenv.base.tree import Prefix, packed_ids
 from agentenv.base.types import Chunk, Completion, SamplingParams
@@ -95,13 +95,8 @@ class LinkedEngine(Engine):
         ids = prompt_ids.joined() if isinstance(prompt_ids, Prefix) else packed_ids(prompt_ids)
         listens = on_tokens is not None
         pending = self._pending[number] = _Pending(on_tokens)
-        self._link.send(
-            pack(
-                SampleTurn(
-                    number, ids.tobytes(), sampling, session, listens, stream_interval, order
-                )
-            )
-        )
+        turn = SampleTurn(number, ids.tobytes(), sampling, session, listens, stream_interval, order)
+        self._link.send(pack(turn))
         try:
             return await pending.done
         except asyncio.CancelledError:
@@ -151,10 +146,7 @@ class Turns:
 
     async def close(self) -> None:
         """Abort all turns."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(self._running.values())
 
     async def _sample(self, request: SampleTurn) -> None:
         message: SampledTurn | Refused
@@ -194,12 +186,8 @@ class Lease(Slot):
     def __init__(self, client: Server, message: Granted) -> None:
         super().__init__(client)
         self.number, self.on = message.number, message.server
-        self.version = message.policy_version
+        client.policy_version = message.policy_version
         self.end: SlotAbort | None = None  # set when the controller has aborted the slot
-
-    @property
-    def policy_version(self) -> int:
-        return self.version
 
     @property
     def is_asleep(self) -> bool:
@@ -243,7 +231,7 @@ class LeasedEngine(TurnEngine[Lease]):
                 if (waiting := self._waiting.get(message.number)) and not waiting.done():
                     waiting.set_exception(raised(message.kind, message.text))
             case ServerPause() if lease:
-                lease.version = message.policy_version
+                lease.client.policy_version = message.policy_version
                 if message.is_paused is not lease.is_paused:
                     (lease.pause if message.is_paused else lease.resume)()
             case SlotAbort():
@@ -271,23 +259,20 @@ class LeasedEngine(TurnEngine[Lease]):
         if self._death:
             raise EngineDeadError(self._death)
 
-    async def acquire(
+    def acquire(
         self, session: str, order: tuple[int, int], avoid: Collection[Lease]
-    ) -> Lease:
+    ) -> asyncio.Future[Lease]:
         number = next(self._numbers)
         waiting: asyncio.Future[Lease] = self._loop.create_future()
         self._waiting[number] = waiting
+        waiting.add_done_callback(partial(self._end_wait, number))
         self._link.send(pack(Acquire(number, session, order, sorted({one.on for one in avoid}))))
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self.release(waiting.result(), Aborted())
-            else:
-                self._link.send(pack(Quit(number)))
-            raise
-        finally:
-            del self._waiting[number]
+        return waiting
+
+    def _end_wait(self, number: int, waiting: asyncio.Future[Lease]) -> None:
+        del self._waiting[number]
+        if waiting.cancelled():
+            self._link.send(pack(Quit(number)))
 
     def release(self, slot: Lease, outcome: Outcome) -> Outcome:
         if self._death:
@@ -377,15 +362,10 @@ class Leases:
             pool.check_alive()
         except EngineDeadError as error:
             return self._refuse(request.number, error)
-        avoid = (
-            [one for one in pool.servers if one.number in request.avoid] if request.avoid else ()
-        )
+        avoid = [one for one in pool.servers if one.number in request.avoid]
         slot = pool.queue.seek(request.session, request.order, avoid)
-        if isinstance(slot, PooledServer):
-            self._grant(request.number, slot)
-        else:
-            self._waiting[request.number] = slot
-            slot.add_done_callback(partial(self._found, request))
+        self._waiting[request.number] = slot
+        slot.add_done_callback(partial(self._found, request))
 
     def _found(self, request: Acquire, slot: asyncio.Future[PooledServer]) -> None:
         """A slot has become available."""
@@ -396,7 +376,7 @@ class Leases:
         if error is not None:
             return self._refuse(request.number, error)
         server = slot.result()
-        if is_wanted and not server.is_asleep:  # it may have fallen asleep meanwhile
+        if is_wanted and server.serving:  # it may have left meanwhile
             return self._grant(request.number, server)
         self._pool.queue.free(server)
         if is_wanted:

@@ -217,19 +217,9 @@ class RolloutEnded(Struct, array_like=True, frozen=True, tag=12):
     failure: Failure | None
 
 
-Answer = (
-    TreeFrame
-    | Refused
-    | SampleTurn
-    | Quit
-    | WorkerFigures
-    | Notice
-    | Acquire
-    | SlotRelease
-    | Leaving
-    | CurrentWaits
-    | RolloutEnded
-)
+OfTree = TreeFrame | CurrentWaits | RolloutEnded | Refused
+OfEngine = SampleTurn | Acquire | SlotRelease | Quit
+Answer = OfTree | OfEngine | WorkerFigures | Notice | Leaving
 
 pack = packed
 read_request = msgspec.msgpack.Decoder(WorkerRequest).decode

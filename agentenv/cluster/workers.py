@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from agentenv.base.deadline import at_most, end
 from agentenv.base.errors import TooManyFailuresError, WorkerError
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task
@@ -351,8 +351,7 @@ class RolloutWorkers(worker_group.WorkerGroup[_Worker]):
             del worker.trees[message.number]
             worker.num_ended += 1
             self._has_less(worker)
-            if not growing.ended.done():
-                growing.ended.set_result(None)
+            end(growing.ended)
 
     def _move(self, worker: _Worker) -> None:
         """Resume the trees of a lost worker on other workers."""
@@ -384,9 +383,7 @@ class RolloutWorkers(worker_group.WorkerGroup[_Worker]):
         num = len(worker.trees)
         self.report(f"{worker.name} leaves within {within_s:.0f} s; trees that finish there: {num}")
         self._has_less(worker)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, within_s)):
-                await worker.idle.wait()
+        await at_most(max(0.0, within_s), worker.idle.wait())
         worker.link.close(receives=True)  # turns in transit still count
 
     def _has_less(self, worker: _Worker) -> None:

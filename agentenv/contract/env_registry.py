@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 from agentenv.base.crashes import place_of
@@ -49,8 +50,6 @@ class EnvSpec(NamedTuple):
 _registry: dict[str, EnvSpec] = {}
 
 _listeners: list[Callable[[str], None]] = []
-
-_installed: dict[str, list[EnvSpec]] | None = None
 
 
 def register(env_id: str, entry_point: str, **kwargs: Any) -> None:
@@ -114,17 +113,16 @@ def spec(env_id: str) -> EnvSpec:
     return claims[0]
 
 
+@cache
 def installed_envs() -> dict[str, list[EnvSpec]]:
     """Entry points of installed packages in the group "agentenv.envs"; read once per process."""
-    global _installed
-    if _installed is None:
-        _installed = {}
-        for point in installed(ENTRY_POINT_GROUP):
-            source = f"the package {point.dist.name}" if point.dist else "an installed package"
-            claims = _installed.setdefault(point.name, [])
-            if point.value not in [claim.entry_point for claim in claims]:
-                claims.append(EnvSpec(point.value, {}, source))
-    return _installed
+    found: dict[str, list[EnvSpec]] = {}
+    for point in installed(ENTRY_POINT_GROUP):
+        source = f"the package {point.dist.name}" if point.dist else "an installed package"
+        claims = found.setdefault(point.name, [])
+        if point.value not in [claim.entry_point for claim in claims]:
+            claims.append(EnvSpec(point.value, {}, source))
+    return found
 
 
 def make(env_id: str, task: Task, **kwargs: Any) -> Env:

@@ -27,6 +27,7 @@ import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
+from http.client import responses
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -60,7 +61,7 @@ _REMEDIES = {
     402: "check the account of the API",
     407: "check the user and password of the proxy",
 }
-MAX_REASON_CHARS = 500
+MAX_REASON_CHARS = 500  # of a server's text in messages
 MAX_RETRY_AFTER_S = 1e9  # of any number, which may exceed a float
 _LIBRARIES = {"aiohttp", "httpx", "httpx2", "requests"}
 _CONNECTION = {  # their errors for no or incomplete responses
@@ -148,10 +149,7 @@ def reason_of(text: str | bytes) -> str:
 
 
 def _named(status: int) -> str:
-    try:
-        return f"{status} {HTTPStatus(status).phrase}"
-    except ValueError:
-        return str(status)
+    return f"{status} {responses.get(status, '')}".rstrip()
 
 
 class JsonSocket:
@@ -281,7 +279,7 @@ class HttpClient:
         session = self._session()
         token = await session.token()
         for attempt in count():
-            answer = await self._answer(session.http, method, path, what, token, options)
+            answer = await self._answer(method, path, what, token, **options)
             if answer[0] != HTTPStatus.UNAUTHORIZED or not token:
                 session.answered(answer[0], by_token=bool(token))
                 return answer
@@ -296,13 +294,7 @@ class HttpClient:
         raise InfraError(f"{what}: HTTP {_named(answer[0])} though other requests are accepted")
 
     async def _answer(
-        self,
-        http: HttpSession,
-        method: str,
-        path: str,
-        what: str,
-        token: Mapping[str, str],
-        options: Mapping[str, Any],
+        self, method: str, path: str, what: str, token: Mapping[str, str], **options: Any
     ) -> tuple[int, str, Mapping[str, str]]:
         import aiohttp
 
@@ -312,7 +304,8 @@ class HttpClient:
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         sent = {"allow_redirects": True, **options, "headers": headers, "timeout": timeout}
         try:
-            async with await http.send(method, self.url + path, **sent) as response:
+            sending = self._session().http.send(method, self.url + path, **sent)
+            async with await sending as response:
                 body = await read_body(response, cut=not response.ok)
                 text = body.decode(response.charset or "utf-8", "replace")
                 return response.status, text, response.headers

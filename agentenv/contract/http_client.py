@@ -32,7 +32,7 @@ from agentenv.base.offload import in_new_thread, result_of
 from agentenv.base.secrets import SECRETS
 from agentenv.base.untrusted import convert, decode
 from agentenv.base.urls import checked_url
-from agentenv.contract.http import is_temporary, reason_of, retry_after_s
+from agentenv.contract.http import MAX_REASON_CHARS, is_temporary, reason_of, retry_after_s
 from agentenv.contract.http_session import (
     HttpSession,
     LargeReplyError,
@@ -50,8 +50,8 @@ from agentenv.contract.request import (
 # uvicorn closes an idle connection after 5 s; a request at that moment would be lost
 KEEP_ALIVE_S = 3.0
 CONNECT_S = 10.0
+HEALTH_S = 5.0
 END_S = 0.25  # for the end of a complete answer; later its connection is not kept
-MAX_REASON = 500  # characters of a server's text in messages
 # Of the reply to a request that samples: for its form, for a token, for a log-prob of a token.
 FORM_BYTES, TOKEN_BYTES, LOGPROB_BYTES = 262_144, 64, 256
 EVENT_LOGPROBS = 4  # an event of a stream has the size of this many
@@ -231,6 +231,14 @@ class ServerClient:
             lines = read_lines(response, reply_bytes(num_tokens, num_logprobs), max_line)
             yield self._events(response, path, lines)
 
+    async def answers(self, path: str) -> bool:
+        """Whether it answers a GET now; does not raise for a lost server."""
+        try:
+            await self.call("GET", path, timeout_s=HEALTH_S)
+        except EngineError:
+            return False
+        return True
+
     async def routes(self) -> frozenset[str]:
         """The routes in its /openapi.json, as "POST /path"; ConfigError if hidden."""
         try:
@@ -327,7 +335,7 @@ class ServerClient:
             )
 
     def _refuse(self, path: str, status: int, body: bytes, retry_after_s: float | None) -> None:
-        reason = reason_of(body)[:MAX_REASON]
+        reason = reason_of(body)[:MAX_REASON_CHARS]
         text = f"{self.name}{path} answered {status}: {reason or 'no reason given'}"
         if status == 429 or (status == 503 and retry_after_s is not None):
             raise BusyError(text, retry_after_s or 0.0)
@@ -407,7 +415,7 @@ def read_as(kind: type[T], reply: Any, what: str) -> T:
 def beginning(text: bytes | str) -> str:
     """The beginning of a server's text for messages, without secrets."""
     text = text if isinstance(text, str) else text.decode(errors="replace")
-    return SECRETS.known(text[:10_000])[:MAX_REASON]
+    return SECRETS.known(text[:10_000])[:MAX_REASON_CHARS]
 
 
 FETCH_S = 300.0

@@ -8,7 +8,6 @@ Proxies are those of HTTP_PROXY, HTTPS_PROXY and NO_PROXY, never for this machin
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from aiohttp.resolver import ThreadedResolver
 from yarl import URL
 
 from agentenv.base.offload import OwnThread
+from agentenv.base.ports import is_loopback
 from agentenv.base.urls import checked_url
 
 # Of a reply, a line or a message. Decoded JSON may take thirty times as much: [{}, {}, ..].
@@ -108,7 +108,8 @@ class HttpSession:
     def _proxy(self, url: URL) -> str | None:
         found = self._proxies.get(url.scheme.replace("ws", "http"))
         host = url.host or ""
-        if not found or _is_here(host) or proxy_bypass(f"{host}:{url.port}"):
+        is_here = is_loopback(host) or host.endswith(".localhost")
+        if not found or is_here or proxy_bypass(f"{host}:{url.port}"):
             return None
         return found
 
@@ -159,12 +160,6 @@ async def read_lines(
         if num_bytes > max_bytes or len(rest) > max_line:
             most = max_bytes if num_bytes > max_bytes else max_line
             raise LargeReplyError(f"the stream, or a line of it, exceeds {most} bytes")
-
-
-def _is_here(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost" or host.endswith(".localhost")
 
 
 async def _stay(_: Any, __: Any, params: aiohttp.TraceRequestRedirectParams) -> None:

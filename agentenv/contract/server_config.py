@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,7 +14,7 @@ from msgspec import Struct
 from agentenv.base.config import ESSENTIAL, about
 from agentenv.base.errors import ConfigError
 from agentenv.base.ports import check_key
-from agentenv.base.retries import backoff_s
+from agentenv.base.retries import Backoff
 from agentenv.base.secrets import SECRETS
 
 # Settings of engine servers that a run starts by itself.
@@ -94,29 +95,23 @@ class LaunchConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     env: Annotated[dict[str, str], about("extra environment variables of the server")] = {}
     start_timeout_s: Annotated[float, about("deadline for a server to become ready", gt=0)] = 900.0
 
-    @property
-    def count(self) -> int:
-        """Servers to start."""
-        return 1
+    # one server, which shares no GPU; keys of the servers of the policy
+    num_servers = 1
+    servers_per_gpu = 1
 
     @property
-    def per_gpu(self) -> int:
-        """Servers that share a GPU."""
-        return 1
+    def gpus_each(self) -> int:
+        """GPUs of one server; one that `servers_per_gpu` share."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
     @property
     def num_gpus(self) -> int:
         """GPUs of all servers together."""
-        if self.per_gpu > 1:
-            return -(-self.count // self.per_gpu)
-        return self.count * self.tensor_parallel_size * self.data_parallel_size
+        return ceil(self.num_servers * self.gpus_each / self.servers_per_gpu)
 
     def gpus_of(self, index: int, gpus: Sequence[str]) -> Sequence[str]:
         """The GPUs of one server, among the `num_gpus` of all servers."""
-        if self.per_gpu > 1:
-            return gpus[index // self.per_gpu :][:1]
-        each = self.tensor_parallel_size * self.data_parallel_size
-        return gpus[index * each :][:each]
+        return gpus[index * self.gpus_each // self.servers_per_gpu :][: self.gpus_each]
 
 
 class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,7 +130,7 @@ class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if self.servers_per_gpu == 1:
             return
-        if self.tensor_parallel_size * self.data_parallel_size > 1:
+        if self.gpus_each > 1:
             raise ConfigError(
                 "engine.servers.servers_per_gpu: a server that shares a GPU cannot use several; "
                 "remove tensor_parallel_size and data_parallel_size, or servers_per_gpu"
@@ -146,14 +141,6 @@ class ServersConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"gpu_memory_share = {self.gpu_memory_share:g} exceed its memory; "
                 f"lower the share to {MAX_SHARE / self.servers_per_gpu:.2g} or less"
             )
-
-    @property
-    def count(self) -> int:
-        return self.num_servers
-
-    @property
-    def per_gpu(self) -> int:
-        return self.servers_per_gpu
 
 
 class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -231,6 +218,7 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     poll_timeout_s: ClassVar[float] = 60.0  # a server without a load report for this long is lost
     initial_concurrency: ClassVar[int] = 64  # of a server with unknown load; it doubles
     broadcast_timeout_s: ClassVar[float] = 60.0  # to form a group, and of each 512 MiB
+    backoff: ClassVar[Backoff] = Backoff(0.25, 20.0)  # of turns, loads and connections
 
     max_retries: Annotated[int, about("retries of a turn after its server was lost", ge=0)] = 5
     first_token_s: Annotated[
@@ -254,10 +242,6 @@ class PoolConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int,
         about("maximum number of requests in flight on one server, regardless of its load", ge=1),
     ] = 2048
-
-    def backoff_s(self, retry: int, key: str) -> float:
-        """Seconds before retry number `retry` (from 1): at most 30."""
-        return backoff_s(retry - 1, key, first_s=0.25, max_s=20.0)
 
 
 class ChatModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

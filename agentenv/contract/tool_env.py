@@ -48,7 +48,7 @@ from agentenv.base.types import (
     ToolCall,
     ToolResult,
 )
-from agentenv.base.untrusted import printable, shortened
+from agentenv.base.untrusted import map_texts, printable, shortened
 from agentenv.contract.env import (
     ForkMode,
     Grade,
@@ -356,7 +356,10 @@ class ToolEnv:
         timeout_s = self.tool_timeout_s if limits.timeout_s is None else limits.timeout_s
         num_retries = self.num_retries if limits.num_retries is None else limits.num_retries
         max_outage_s = self.outage_s if limits.required and num_retries else 0.0
-        called = partial(_within, timeout_s, limits.max_concurrency, tool, call.arguments, state)
+        called: Callable[[], Awaitable[ToolResult]]
+        called = partial(call_in_time, timeout_s, tool, call.arguments, state)
+        if limits.max_concurrency is not None:
+            called = partial(_in_slot, tool.name, limits.max_concurrency, called)
         who = f"the tool {tool.name!r}"
         try:
             result = await self._through_outage(who, called, num_retries, max_outage_s)
@@ -418,23 +421,19 @@ def grades_state(env: Any) -> bool:
     return isinstance(env, type) and issubclass(env, ToolEnv) and env.judge is not ToolEnv.judge
 
 
-async def _within(
-    timeout_s: float, max_concurrency: int | None, tool: Tool, arguments: dict[str, Any], state: Any
-) -> ToolResult:
-    """One attempt of a call. Its deadline raises InfraError; waits for a slot or a rate limit do
-    not count.
-    """
-    if max_concurrency is None:
-        return await call_in_time(timeout_s, tool, arguments, state)
-    key = ("tool slots", tool.name, max_concurrency)
-    places = shared(key, lambda: asyncio.Semaphore(max_concurrency))
-    async with deadline.admitted(places, f"a slot of the tool {tool.name!r}"):
-        return await call_in_time(timeout_s, tool, arguments, state)
+async def _in_slot(name: str, count: int, call: Callable[[], Awaitable[T]]) -> T:
+    """The result of a call that has one of the tool's `count` slots; the wait does not count."""
+    places = shared(("tool slots", name, count), lambda: asyncio.Semaphore(count))
+    async with deadline.admitted(places, f"a slot of the tool {name!r}"):
+        return await call()
 
 
 async def call_in_time(
     timeout_s: float, tool: Tool, arguments: dict[str, Any], state: Any
 ) -> ToolResult:
+    """One attempt of a call. Its deadline raises InfraError; waits for a slot or a rate limit do
+    not count.
+    """
     clock = deadline.work_clock()
     if clock is None:
         with deadline.working(deadline.WorkClock()):
@@ -481,13 +480,7 @@ async def _called(tool: Tool, arguments: dict[str, Any], state: Any) -> ToolResu
 
 def _kept(found: Any) -> Any:
     """The recorded part of a failed call: head and tail of long texts, also nested ones."""
-    if isinstance(found, str):
-        return shortened(found, MAX_ERROR_CHARS)
-    if isinstance(found, dict):
-        return {key: _kept(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [_kept(value) for value in found]
-    return found
+    return map_texts(found, partial(shortened, max_chars=MAX_ERROR_CHARS))
 
 
 async def printable_text(text: str) -> str:
@@ -495,11 +488,8 @@ async def printable_text(text: str) -> str:
     if text.isascii():
         return text
     pieces = list[str]()
-    is_same = True
     for start in range(0, len(text), PIECE_CHARS):
         if pieces:
             await asyncio.sleep(0)
-        piece = text[start : start + PIECE_CHARS]
-        pieces.append(printable(piece))
-        is_same = is_same and pieces[-1] is piece
-    return text if is_same else "".join(pieces)
+        pieces.append(printable(text[start : start + PIECE_CHARS]))
+    return "".join(pieces)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Literal, Protocol, cast, runtime_checkable
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from agentenv.base.config import about
 from agentenv.base.crashes import guarded
@@ -158,14 +157,6 @@ class ToolLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "that fails permanently is reported to the policy as unavailable"
         ),
     ] = True
-
-    def filled(self, timeout_s: float, num_retries: int) -> ToolLimits:
-        """These limits, with unset ones from the environment."""
-        return replace(
-            self,
-            timeout_s=timeout_s if self.timeout_s is None else self.timeout_s,
-            num_retries=num_retries if self.num_retries is None else self.num_retries,
-        )
 
 
 OnLimit = Literal["end", "result"]  # of a call beyond a limit: end the episode, or return a result

@@ -65,22 +65,16 @@ class Bucket(Struct, frozen=True):
     shapes: list[list[int]]
 
 
-class Manifest(Struct, frozen=True):
-    """The buckets of one update, in order."""
-
-    buckets: list[Bucket]
+Manifest = list[Bucket]  # of one update, in order
 
 
-class SharedWeights(Struct, frozen=True):
-    """A copy of the weights in memory that ranks share with the servers of their machine. Tensors
-    begin at `offsets`, in bytes; names, dtypes and shapes as in a Bucket. `memory` has the handles
-    of the copy by device name (vllm_plugin/agentenv_weights.py): one for each server that shares
-    the device, since an export may be opened once. `has_room`: the device has memory for servers
-    that wake up with the weights while the learner is still awake."""
+class SharedWeights(Bucket, frozen=True):
+    """A copy of the weights in memory that ranks share with the servers of their machine: a bucket
+    of several dtypes, whose tensors begin at `offsets`, in bytes. `memory` has the handles of the
+    copy by device name (vllm_plugin/agentenv_weights.py): one for each server that shares the
+    device, since an export may be opened once. `has_room`: the device has memory for servers that
+    wake up with the weights while the learner is still awake."""
 
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
     offsets: list[int]
     num_bytes: int
     memory: dict[str, list[list[str | int]]]
@@ -89,10 +83,6 @@ class SharedWeights(Struct, frozen=True):
     def exports_of(self, number: int) -> dict[str, list[str | int]]:
         """The handles for the server of this number, with index number % exports on its devices."""
         return {name: found[number % len(found)] for name, found in self.memory.items()}
-
-    @property
-    def manifest(self) -> Manifest:
-        return Manifest([Bucket(self.names, self.dtypes, self.shapes)])
 
 
 class SharedSender(Protocol):
@@ -220,7 +210,7 @@ def check_manifest(manifest: Manifest, served: Layout | None) -> None:
         return
     shapes = {
         name: tuple(shape)
-        for bucket in manifest.buckets
+        for bucket in manifest
         for name, shape in zip(bucket.names, bucket.shapes, strict=True)
     }
     source = Path("a broadcast")

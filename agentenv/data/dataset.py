@@ -15,6 +15,8 @@ from math import gcd, lcm
 from pathlib import Path
 from random import Random
 
+from msgspec.structs import replace
+
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.base.types import Task
 from agentenv.data import data_files
@@ -70,13 +72,8 @@ def load_mix(
     """The parts of a weighted mix, each loaded like `load_tasks`; `resolve` converts its paths."""
     readers, loaded = [], []
     for number, part in enumerate(parts):
-        own = RowsConfig(
-            columns=part.columns or config.columns,
-            env_by=config.env_by,
-            skip_bad_rows=config.skip_bad_rows,
-            compat=config.compat,
-            source=part.source or config.source,
-        )
+        columns, source = part.columns or config.columns, part.source or config.source
+        own = replace(config, columns=columns, source=source)
         key = f"data.mix[{number}]" if part.columns else "data"
         reader = RowReader(own, part.env_id or env_id, key=key)
         paths = [resolve(str(path)) for path in _listed(part.path)]

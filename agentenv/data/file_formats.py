@@ -158,11 +158,13 @@ _PYTHON_TEXT = r"""(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")"""
 _NUMPY_TEXTS = re.compile(rf"\[\s*{_PYTHON_TEXT}(?:\s+{_PYTHON_TEXT})+\s*\]")
 
 
-def literal(text: str) -> Any:
-    """The value of a text in the notation of JSON, Python or numpy, as in tables without types;
-    None for other texts."""
+def literal(text: str, *, only_json: bool = False) -> Any:
+    """The value of a text in the notation of JSON, or in that of Python or numpy, as in tables
+    without types; None for other texts."""
     with suppress(ForeignError):
         return decode_loose(text)
+    if only_json:
+        return None
     text = text.strip()
     if _NUMPY_TEXTS.fullmatch(text):  # ['a' 'b'], which Python would concatenate
         text = f"[{','.join(re.findall(_PYTHON_TEXT, text))}]"

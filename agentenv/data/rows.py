@@ -32,9 +32,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from msgspec import Struct
 
 from agentenv.base.config import ROWS, about
-from agentenv.base.errors import DataError, ForeignError, reported_as
+from agentenv.base.errors import DataError, reported_as
 from agentenv.base.types import SYSTEM_KEY, Task
-from agentenv.base.untrusted import decode_loose
 from agentenv.contract.env_registry import needs_answer
 from agentenv.data.data_files import TABLES, Row
 from agentenv.data.file_formats import RawRow, literal
@@ -136,10 +135,9 @@ class MixPart(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 QUESTIONS = ("question", "Question", "problem", "prompt", "input", "extra_info.question")
 ANSWERS = ("reward_model.ground_truth", "answer", "answers", "Answer", "Final answer",
            "golden_answers", "ground_truth", "output", "answerKey")  # fmt: skip
-KINDS = ("kind", "data_source", "ability")
-ENV_BY = ("data_source", "ability")
+ORIGINS = ("data_source", "ability")  # kept in the metadata although they are used
+KINDS = ("kind", *ORIGINS)
 HELD_IN = ("text", "answer", "target")
-KEPT = ("data_source", "ability")  # kept in the metadata although they are used
 SOLUTION_KEY, GOLD_KEY = "solution", "ground_truth"
 # the last line begins with ####, or has it before a number
 GSM8K = re.compile(
@@ -299,7 +297,7 @@ class RowReader:
     def _env_by(self, row: Row) -> str:
         if not self.config.env_by:
             return ""
-        values = [str(row[key]) for key in ENV_BY if row.get(key) is not None]
+        values = [str(row[key]) for key in ORIGINS if row.get(key) is not None]
         self.env_by_seen |= {*values}
         for value in values:
             if value in self.config.env_by:
@@ -405,20 +403,13 @@ def _unfold(value: Any, in_table: bool = False) -> list[Any]:
         golds = [gold for item in value for gold in _unfold(item)] if value else []
         return [gold for gold in golds if _is_answer(gold)] or golds
     if isinstance(value, str) and value.lstrip().startswith(("[", "{") if in_table else "["):
-        found = literal(value) if in_table else _json(value)
+        found = literal(value, only_json=not in_table)
         if isinstance(found, dict) and any(key in found for key in HELD_IN):
             return _unfold(found)
         if isinstance(found, list) and all(isinstance(gold, str | None) for gold in found):
             return [gold for gold in found if gold] or [value]
         # [0, 1] stays a text: an interval, not two answers
     return [value]
-
-
-def _json(text: str) -> Any:
-    try:
-        return decode_loose(text)
-    except ForeignError:
-        return None
 
 
 def _in_table(raw: RawRow) -> bool:
@@ -451,5 +442,5 @@ def _text(found: Found) -> str:
 def _rest(row: Row, used: list[str]) -> Row:
     """The metadata: the row without nulls and without the columns of the task; objects stay
     whole."""
-    left_out = {*used} - {*KEPT}
+    left_out = {*used} - {*ORIGINS}
     return {key: value for key, value in row.items() if value is not None and key not in left_out}

@@ -24,9 +24,9 @@ rollout.
     step    ->  session.reply(action)           the reply to the call, by the action of the rollout
                 call = await session.next()
                 call.messages, 0.0, False, False, {"turn": call.turn}
-    fork    ->  other = endpoint.open(after=session, same=same)
+    fork    ->  other = endpoint.open(after=session, normal=normal)
                 start a fresh program with other.variables: the answered calls of `session` are
-                answered from its record, as long as `same(recorded, now)` holds for both calls;
+                answered from its record, as long as `normal` gives the same for both calls;
                 `await other.ready()` returns when the pending call of `session` has arrived, equal
                 too, or raises DivergedError, which names the cause
     finish  ->  session.close()                 pending calls get an error of their API

@@ -86,10 +86,12 @@ class Anthropic:
     def writer(self, request: Request, index: int) -> AnthropicWriter:
         return AnthropicWriter(request)
 
-    def error(self, error: ApiError) -> Json:
-        kind = ERRORS[error.name][3]
-        where = f"{error.param}: " if error.param and error.param not in str(error) else ""
-        return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
+
+def anthropic_error(error: ApiError) -> Json:
+    """An error in the form of the API."""
+    kind = ERRORS[error.name][3]
+    where = f"{error.param}: " if error.param and error.param not in str(error) else ""
+    return {"type": "error", "error": {"type": kind, "message": f"{where}{error}"}}
 
 
 class AnthropicWriter:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import secrets
 from collections import Counter, deque
@@ -40,8 +39,8 @@ from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from agentenv.base.disk import own_folder
-from agentenv.base.errors import SHOWN, AgentEnvError, EnvError, OutageError
+from agentenv.base.disk import own_folder, short_path
+from agentenv.base.errors import SHOWN, EnvError, OutageError
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Constraints, Info, Kind, Message, NextTurn, PastTurn
 from agentenv.contract.env import shared
@@ -49,8 +48,8 @@ from agentenv.endpoint.difference import compared, difference
 from agentenv.endpoint.messages import (
     ERRORS,
     ApiError,
-    Finish,
     Given,
+    Handed,
     HandedTurn,
     Json,
     Request,
@@ -58,6 +57,7 @@ from agentenv.endpoint.messages import (
     alteration,
     as_message,
     served,
+    turn_of,
     with_thoughts,
 )
 from agentenv.endpoint.server import ApiServer, Delta
@@ -96,13 +96,11 @@ class DivergedError(OutageError):
 
 
 class ProgramCall(NamedTuple):
-    """A call as an observation: the new messages, the tools, and the start of the turn. `body` is
-    the JSON of the request."""
+    """A call as an observation: the new messages, the tools, and the start of the turn."""
 
     messages: list[Message]
     tools: tuple[Json, ...]
     turn: NextTurn
-    body: Json
 
 
 class _Pending:
@@ -125,23 +123,11 @@ class _Pending:
                 self.answer.cancel()
 
 
-class _Turn(NamedTuple):
-    """An answered call: `context` has its messages and the served one; `kind` is that of the
-    context that it opened."""
-
-    context: tuple[Given, ...]
-    request: Request
-    kind: Kind | None
-    answer: ServedTurn
-
-
-def _turn(
-    before: tuple[Given, ...], request: Request, kind: Kind | None, answer: ServedTurn
-) -> _Turn:
+def _turn(before: tuple[Given, ...], request: Request, answer: ServedTurn) -> HandedTurn:
     """An answered call; messages that it shares with `before` are stored once."""
     same = num_common(before, request.messages)
     request.messages, request.body = (*before[:same], *request.messages[same:]), {}
-    return _Turn((*request.messages, answer.message), request, kind, answer)
+    return HandedTurn(request, answer, (*request.messages, answer.message))
 
 
 class CaptureSession:
@@ -173,8 +159,8 @@ class CaptureSession:
         self.refusals: Refused = refused if after is None else after.refusals
         self.thoughts: Thoughts = thoughts if after is None else after.thoughts
         self.counts: Counter[str] = Counter()
-        self._turns: list[_Turn] = []
-        self.handed: dict[str, HandedTurn] = {}
+        self._turns: list[HandedTurn] = []
+        self.handed: Handed = {}
         self._ids = count()
         self._numbers: dict[str, int] = {}  # of the turns, by the id of their reply
         self._lost: set[int] = set()  # turns whose reply was not written
@@ -185,10 +171,9 @@ class CaptureSession:
         self._parts: dict[str, list[Request]] = {}  # a call of each choice, by the id of the reply
         self._waiting: deque[_Pending] = deque()
         self._current: _Pending | None = None
-        self._opened: Kind | None = None  # by the current call
         self._came = asyncio.Event()
         self._closed, self._error = "", "ended"
-        self._recorded: dict[int, _Turn] = {}  # not yet requested by the replayed program
+        self._recorded: dict[int, HandedTurn] = {}  # not yet requested by the replayed program
         self._expected: list[Request] = []  # its calls after those; the first one is unanswered
         # cause and text of an unexpected call, and how long the expected one may take
         self._stray: tuple[tuple[str, str], float] | None = None
@@ -265,24 +250,15 @@ class CaptureSession:
         call, turn = self._current, action.turn
         if call is None or turn is None:
             raise EnvError("no call of the program waits for an answer")
-        number, thoughts, text = len(self._turns), turn.thoughts, turn.text
-        if self.thoughts == "text" and thoughts:
-            thoughts, text = "", with_thoughts(thoughts, text)
-        message = served(thoughts, text, action.tool_calls, str(number), call.request)
+        if self.thoughts == "text" and turn.thoughts:
+            turn = replace(turn, thoughts="", text=with_thoughts(turn.thoughts, turn.text))
+        found = served(turn, action.tool_calls, str(len(self._turns)), call.request)
         if turn.kept:
             self.counts.update(f"calls_in_text/{why}" for why in turn.kept)
-        schema = call.request.schema
+        message, schema = found.message, call.request.schema
         if schema is not None and not message.calls and not fits(message.text, schema):
             self.counts["invalid_output"] += 1
-        finish: Finish = "tool_calls" if message.calls else turn.finish_reason
-        found = ServedTurn(
-            message=message,
-            finish=finish,
-            num_prompt_tokens=turn.num_prompt_tokens,
-            num_tokens=turn.num_tokens,
-            stop=turn.stop,
-        )
-        self._add(call, found, self._opened)
+        self._add(call, found)
 
     async def reward(self) -> Json | None:
         """The reward that the program posted, if any."""
@@ -429,7 +405,7 @@ class CaptureSession:
         self._turns = list(after._turns)
         self._recorded = {n: one for n, one in enumerate(after._turns) if n not in after._lost}
         self._lost, self._reported = set(after._lost), set(after._reported)
-        self._opened, self._is_parallel = after._opened, after._is_parallel
+        self._is_parallel = after._is_parallel
         repeated = ("refused/", "ignored/")  # counted again during the replay
         kept = {name for name in after.counts if "/" in name and not name.startswith(repeated)}
         self.counts.update({name: after.counts[name] for name in kept})
@@ -456,7 +432,7 @@ class CaptureSession:
             if self._is(turn.request, request):
                 del self._recorded[number]
                 self.counts["replayed"] += 1
-                self._turns[number] = _turn(turn.context, request, turn.kind, turn.answer)
+                self._turns[number] = _turn(turn.context, request, turn.answer)
                 self._hand(request, number)
                 self._came.set()
                 return turn.answer
@@ -487,16 +463,16 @@ class CaptureSession:
         self.close(str(diverged))
         return diverged
 
-    def _add(self, call: _Pending, answer: ServedTurn, kind: Kind | None) -> None:
+    def _add(self, call: _Pending, answer: ServedTurn) -> None:
         before = self._turns[-1].context if self._turns else ()
-        self._turns.append(_turn(before, call.request, kind, answer))
+        self._turns.append(_turn(before, call.request, answer))
         self._hand(call.request, len(self._turns) - 1)
         if not call.answer.done():
             call.answer.set_result(answer)
 
     def _hand(self, request: Request, number: int) -> None:
         self._numbers[request.id] = number
-        self.handed[request.id] = HandedTurn(request, self._turns[number].answer.message)
+        self.handed[request.id] = self._turns[number]
         if request.id in self._gone:
             self._lost.add(number)
 
@@ -529,26 +505,17 @@ class CaptureSession:
         """The call as an observation."""
         request = call.request
         given = request.messages
-        schema = request.schema if self._constraints == "all" else None
-        next_turn = NextTurn(
-            stop=request.stop,
-            max_tokens=request.max_tokens,
-            forced=request.forced,
-            single=request.single,
-            schema=schema,
-        )
-        self._opened = None
+        next_turn = turn_of(request, self._constraints)
         base = self._extended(request)
         if base is None and not self._turns:
             messages = [as_message(one, given[:place]) for place, one in enumerate(given)]
-            return ProgramCall(messages, request.tools, next_turn, request.body)
+            return ProgramCall(messages, request.tools, next_turn)
         if base is not None and base == len(self._turns) - 1:
             start = len(self._turns[base].context)
             messages = [as_message(given[at], given[:at]) for at in range(start, len(given))]
             self.counts["context/extends"] += 1
-            return ProgramCall(messages, request.tools, next_turn, request.body)
+            return ProgramCall(messages, request.tools, next_turn)
         kind, cause = self._explained(call, base)
-        self._opened = kind
         self.counts[f"context/{kind or 'resumed'}"] += 1
         if cause:
             self.counts[f"{kind}/{cause}"] += 1
@@ -560,7 +527,7 @@ class CaptureSession:
             discards=self.take_lost(),
             tools=request.tools,
         )
-        return ProgramCall([], request.tools, turn, request.body)
+        return ProgramCall([], request.tools, turn)
 
     def _extended(self, request: Request) -> int | None:
         """The last turn whose context the request continues with messages of others than the
@@ -653,7 +620,7 @@ def _grown(now: str, then: str) -> bool:
     return bool(then) and len(now) > len(then) and now.endswith(then[start:])
 
 
-def _quotes(given: Sequence[Given], turn: _Turn) -> bool:
+def _quotes(given: Sequence[Given], turn: HandedTurn) -> bool:
     """Whether messages of others than the policy quote the text of a turn."""
     quoted = turn.context[-1].text.strip()
     if len(quoted) < MIN_QUOTED:
@@ -682,26 +649,17 @@ class Endpoint:
         """Listen on loopback and at a Unix socket. Idempotent. Raises ConfigError."""
         async with self._starting:
             if not self._server.port:
-                short = await in_thread(self._make_folder)
-                await self._server.start(path=str(short / self.socket.name))
+                await self._server.start(path=await in_thread(self._make_folder))
                 await in_thread(self.socket.chmod, 0o666)  # programs may have other users
 
-    def _make_folder(self) -> Path:
-        """Create the folder of the socket; returns a short path to it, since names of sockets have
-        at most 107 bytes. Blocks."""
-        folder = self._kept.enter_context(own_folder(None, PREFIX))
-        self.socket = folder / "socket"
-        opened = os.open(folder, os.O_RDONLY)
-        self._kept.callback(os.close, opened)
-        return Path(f"/proc/self/fd/{opened}")
+    def _make_folder(self) -> str:
+        """Create the folder of the socket; returns a short path of the socket. Blocks."""
+        self.socket = self._kept.enter_context(own_folder(None, PREFIX)) / "socket"
+        return self._kept.enter_context(short_path(self.socket))
 
-    def open(self, key: str = "", **settings: Any) -> CaptureSession:
-        """A session for one branch, with settings of `CaptureSession`; `key` is generated by
-        default."""
-        if not key:
-            key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
-        if key in self._sessions:
-            raise AgentEnvError(f"the key {key} belongs to another branch")
+    def open(self, **settings: Any) -> CaptureSession:
+        """A session for one branch, with a key of its own and settings of `CaptureSession`."""
+        key = f"branch-{secrets.token_urlsafe(NUM_KEY_BYTES)}"
         session = self._sessions[key] = CaptureSession(key, self.port, self._is_new, **settings)
         return session
 

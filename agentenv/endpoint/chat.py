@@ -48,7 +48,7 @@ class Chat:
     """The dialect of `/v1/chat/completions`."""
 
     path = "/v1/chat/completions"
-    done = b"data: [DONE]\n\n"
+    done = b"data: [DONE]\n\n"  # the end of a stream
 
     def read(self, body: Json, handed: Handed) -> Request:
         """Raises ApiError."""
@@ -95,9 +95,6 @@ class Chat:
     def usage(self, request: Request, answers: Sequence[ServedTurn]) -> Json:
         """The last event of a stream that requests the usage."""
         return {**_head(request, ".chunk"), "choices": [], "usage": _usage(answers)}
-
-    def error(self, error: ApiError) -> Json:
-        return openai_error(error)
 
 
 class ChatWriter:

@@ -14,13 +14,13 @@ from functools import cache
 from itertools import groupby, pairwise
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from agentenv.base.errors import ForeignError
-from agentenv.base.types import Message, ToolCall
+from agentenv.base.types import Constraints, Message, NextTurn, ToolCall, Turn
 from agentenv.base.untrusted import convert, decode, printable
 from agentenv.text.call_syntax import THOUGHT_CLOSE, THOUGHT_OPEN
 
@@ -150,39 +150,15 @@ class ServedTurn(Struct, kw_only=True):
 Event = tuple[str, Json]  # name and data of a stream's event; empty name: only data
 
 
-class Writer(Protocol):
-    """Writes one choice of a stream: deltas, then the whole turn."""
-
-    def start(self) -> Iterable[Event]: ...
-    def thoughts(self, delta: str) -> Iterable[Event]: ...
-    def text(self, delta: str) -> Iterable[Event]: ...
-    def finish(self, answer: ServedTurn) -> Iterable[Event]: ...
-
-
 class HandedTurn(NamedTuple):
-    """A reply that was handed out."""
+    """An answered call: `context` has its messages and the served one."""
 
     request: Request
-    message: Given
-
-    @property
-    def context(self) -> tuple[Given, ...]:
-        return (*self.request.messages, self.message)
+    answer: ServedTurn
+    context: tuple[Given, ...]
 
 
-Handed = Mapping[str, HandedTurn]  # by the id of the reply
-
-
-class Dialect(Protocol):
-    """One of the APIs."""
-
-    path: str
-    done: bytes  # the end of a stream
-
-    def read(self, body: Json, handed: Handed) -> Request: ...
-    def reply(self, request: Request, answers: Sequence[ServedTurn]) -> Json: ...
-    def writer(self, request: Request, index: int) -> Writer: ...
-    def error(self, error: ApiError) -> Json: ...
+Handed = dict[str, HandedTurn]  # by the id of the reply
 
 
 # The keys of requests.
@@ -500,10 +476,19 @@ def input_text(arguments: Mapping[str, Any]) -> str:
     return text if isinstance(text, str) else arguments_text(arguments)
 
 
-def served(
-    thoughts: str, text: str, calls: Sequence[ToolCall], reply: str, request: Request
-) -> Given:
-    """The served message of a turn; `reply` is the id of its reply."""
+def turn_of(request: Request, constraints: Constraints) -> NextTurn:
+    """Its requirements, as far as the engine enforces them."""
+    return NextTurn(
+        stop=request.stop,
+        max_tokens=request.max_tokens,
+        forced=request.forced,
+        single=request.single,
+        schema=request.schema if constraints == "all" else None,
+    )
+
+
+def served(turn: Turn, calls: Sequence[ToolCall], reply: str, request: Request) -> ServedTurn:
+    """A turn with these calls as it is served; `reply` is the id of its reply."""
 
     def arguments(call: ToolCall) -> str:
         if call.name in request.custom:
@@ -514,7 +499,14 @@ def served(
         ServedCall(f"call_{reply}_{place}", call.name, arguments(call))
         for place, call in enumerate(calls)
     )
-    return Given("assistant", text, thoughts, tuple(found))
+    message = Given("assistant", turn.text, turn.thoughts, tuple(found))
+    return ServedTurn(
+        message=message,
+        finish="tool_calls" if message.calls else turn.finish_reason,
+        num_prompt_tokens=turn.num_prompt_tokens,
+        num_tokens=turn.num_tokens,
+        stop=turn.stop,
+    )
 
 
 def alteration(now: Given, then: Given) -> str:

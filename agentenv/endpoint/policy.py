@@ -31,7 +31,6 @@ from agentenv.contract.stop_strings import PARTIAL
 from agentenv.endpoint.messages import (
     KEYS,
     ApiError,
-    Finish,
     Given,
     HandedTurn,
     Request,
@@ -39,14 +38,14 @@ from agentenv.endpoint.messages import (
     TokenLogprob,
     as_message,
     served,
+    turn_of,
 )
-from agentenv.endpoint.server import Delta
+from agentenv.endpoint.server import Delta, Handler
+from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.call_syntax import call_marks, split_thoughts
 from agentenv.text.contexts import context_ids
 from agentenv.text.encoder import fast_tokenizer, token_texts
-from agentenv.text.guides import guide_of, single_ends
 from agentenv.text.renderer import ContextRenderer
-from agentenv.text.spoken import spoken
 
 STREAM_INTERVAL = 4  # tokens
 MAX_HELD = 4096  # cached conversations and turns
@@ -55,14 +54,14 @@ Key = tuple[bytes, tuple[Given, ...]]  # tools and messages of a conversation
 
 
 class Prompt(NamedTuple):
-    """A request as tokens."""
+    """A request as tokens, and the conversation that ends with it."""
 
     ids: array[int]
-    tools: tuple[dict[str, Any], ...]
+    conversation: ProgramConversation
     key: Key
 
 
-class PolicyHandler:
+class PolicyHandler(Handler):
     """Answers with one engine. `sampling` and `max_tokens` are defaults for requests; `names` are
     the model's names, the proper one first; `prefix` begins the ids of replies and calls;
     `constraints`: the engine forces calls, or also the form of replies."""
@@ -124,18 +123,10 @@ class PolicyHandler:
             name = "engine_dead" if isinstance(error, EngineDeadError) else "engine"
             raise ApiError(name, str(error)) from error
         turns = [one.result() for one in pending]
-        handed = HandedTurn(replace(request, body={}), turns[0].message)
-        self._keep(self.handed, request.id, handed)
+        context = (*request.messages, turns[0].message)
+        held = HandedTurn(replace(request, body={}), replace(turns[0], logprobs=None), context)
+        self._keep(self.handed, request.id, held)
         return turns
-
-    def written(self, request: Request) -> None:
-        """Nothing depends on it here."""
-
-    def lost(self, request: Request) -> None:
-        """Nothing depends on it here."""
-
-    def refused(self, error: ApiError) -> None:
-        """The client gets the error."""
 
     def _prompt(self, request: Request) -> Prompt:
         """The prompt's tokens, which extend those of the longest cached conversation."""
@@ -156,12 +147,14 @@ class PolicyHandler:
             )
         renderer = self.renderer
         try:
-            for tool in tools:
-                renderer.check_tools((tool,))
+            renderer.check_tools(tools)
             ids = context_ids(renderer, context, tools, self.max_model_len, held)
         except (DataError, CrashError, ConfigError, EnvError) as error:
             raise ApiError("unsupported", str(error), "messages") from error
-        return Prompt(ids, tools, (shown, given))
+        conversation = ProgramConversation(renderer, self.max_model_len)
+        conversation.begin([], {"tools": tools, "turn": turn_of(request, self._constraints)})
+        conversation.is_raw = request.raw
+        return Prompt(ids, conversation, (shown, given))
 
     def _sampling(self, request: Request, prompt: Prompt) -> SamplingParams:
         room = self.max_model_len - len(prompt.ids)
@@ -177,18 +170,12 @@ class PolicyHandler:
             given["temperature"] = MIN_TEMPERATURE
         if given.get("top_k") == 0:
             given["top_k"] = -1
-        own = (*request.stop, *single_ends(self.renderer.style, request))
-        stop = (*self.renderer.stop(prompt.tools), *self.sampling.stop, *own)
-        most = min(request.max_tokens or self.sampling.max_tokens, room)
-        guide = ""
-        if self._constraints != "none":
-            form = request.schema if self._constraints == "all" else None
-            try:
-                turn = replace(request, schema=form)
-                guide = guide_of(turn, self.renderer, prompt.tools, prompt.ids)
-            except EnvError as error:
-                raise ApiError("unsupported", str(error), "tool_choice") from error
-        return replace(self.sampling, **given, stop=stop, max_tokens=most, guide=guide)
+        most = request.max_tokens or self.sampling.max_tokens
+        sampling = replace(self.sampling, **given, max_tokens=most)
+        try:
+            return prompt.conversation.limited(sampling, prompt.ids, room)
+        except EnvError as error:
+            raise ApiError("unsupported", str(error), "tool_choice") from error
 
     async def _turn(
         self,
@@ -212,33 +199,21 @@ class PolicyHandler:
 
     def _served(self, request: Request, prompt: Prompt, done: Completion) -> ServedTurn:
         """The served turn; its tokens are cached for the rest of the conversation."""
-        renderer, tools = self.renderer, prompt.tools
-        action = renderer.parse(done, tools, prompt.ids)
-        stop = done.stop if done.stop in request.stop else None
-        own = spoken(action, renderer.style, tools, stop, raw=request.raw, single=request.single)
-        message = served(own.thoughts, own.text, own.calls, self.new_id(), request)
-        finish: Finish = "length" if done.finish_reason == "length" else "stop"
+        action = prompt.conversation.read(done, prompt.ids)
+        assert action.turn is not None
+        found = served(action.turn, action.tool_calls, self.new_id(), request)
         sampled = array("i", done.token_ids)
-        ends = (*request.stop, *single_ends(renderer.style, request))
-        if done.finish_reason == "length" or done.stop in ends:
-            sampled.append(renderer.end_id)  # the next tokens come after the end of the turn
-        self._keep(self._turns, message, sampled)
+        if prompt.conversation.is_cut:
+            sampled.append(self.renderer.end_id)  # the next tokens come after the end of the turn
+        self._keep(self._turns, found.message, sampled)
         shown, given = prompt.key
-        self._keep(self._conversations, (shown, (*given, message)), prompt.ids + sampled)
-        logprobs = None
+        self._keep(self._conversations, (shown, (*given, found.message)), prompt.ids + sampled)
+        found.num_cached_tokens = done.num_cached_tokens
+        found.raw = action.content if request.raw else None
         if request.logprobs:
             texts = self._texts(done.token_ids)
-            logprobs = list(map(TokenLogprob, texts, done.logprobs))
-        return ServedTurn(
-            message=message,
-            finish="tool_calls" if message.calls else finish,
-            num_prompt_tokens=len(prompt.ids),
-            num_tokens=len(done.token_ids),
-            num_cached_tokens=done.num_cached_tokens,
-            stop=stop,
-            logprobs=logprobs,
-            raw=action.content if request.raw else None,
-        )
+            found.logprobs = list(map(TokenLogprob, texts, done.logprobs))
+        return found
 
     def _keep(self, held: OrderedDict[Any, Any], key: Any, value: Any) -> None:
         held[key] = value
@@ -255,8 +230,8 @@ class TurnStream:
         self, handler: PolicyHandler, request: Request, prompt: Prompt, index: int, delta: Delta
     ) -> None:
         self._renderer, self._index, self._delta = handler.renderer, index, delta
-        self._prompt = prompt
-        self._marks = call_marks(self._renderer.style, prompt.tools) if prompt.tools else ()
+        self._prompt, self._tools = prompt.ids, prompt.conversation.tools
+        self._marks = call_marks(self._renderer.style, self._tools) if self._tools else ()
         self._held = (*self._marks, *request.stop, "</think>", "<think>")
         self._ids: list[int] = []
         self._reported = ["", ""]
@@ -264,7 +239,7 @@ class TurnStream:
     def __call__(self, chunk: Chunk) -> None:
         self._ids += chunk.token_ids
         so_far = Completion(self._ids, [], [], "length", [])
-        text = self._renderer.parse(so_far, self._prompt.tools, self._prompt.ids).content
+        text = self._renderer.parse(so_far, self._tools, self._prompt).content
         parts = split_thoughts(self._without_held(text), self._renderer.style, self._marks)
         for place, (kind, whole) in enumerate(zip(("thoughts", "text"), parts, strict=True)):
             whole, before = whole.strip(), self._reported[place]

@@ -7,12 +7,11 @@ from itertools import count
 from typing import Any
 
 from agentenv.base.untrusted import decode
-from agentenv.endpoint.chat import common, openai_error, read_role, request_of, token_logprobs
+from agentenv.endpoint.chat import common, read_role, request_of, token_logprobs
 from agentenv.endpoint.messages import (
     INPUT,
     MAX_MESSAGES,
     MAX_TOOLS,
-    ApiError,
     Event,
     Given,
     Handed,
@@ -81,9 +80,6 @@ class Responses:
 
     def writer(self, request: Request, index: int) -> ResponsesWriter:
         return ResponsesWriter(request)
-
-    def error(self, error: ApiError) -> Json:
-        return openai_error(error)
 
 
 class ResponsesWriter:
@@ -279,7 +275,7 @@ def _message(item: Json, where: str, handed: Handed, names: Names) -> Given:
         text = text_of(item.get("content"), f"{where}.content", ("reasoning_text",))
         known = handed.get(str(item.get("id")).removeprefix(_ID[kind]))
         if not text and known is not None:  # a stream of LangChain keeps its id alone
-            text = known.message.thoughts
+            text = known.answer.message.thoughts
         return Given("assistant", "", text)
     return _referenced(get(item, "id", str, "", where + "."), handed, f"{where}.id")
 
@@ -288,11 +284,11 @@ def _referenced(id: str, handed: Handed, where: str) -> Given:
     """The part of a reply that an item was."""
     prefix, _, rest = id.partition("_")
     if prefix in ("fc", "ctc"):
-        calls = (call for turn in handed.values() for call in turn.message.calls)
+        calls = (call for turn in handed.values() for call in turn.answer.message.calls)
         found = next((call for call in calls if call.id == rest), None)
         if found is not None:
             return Given("assistant", "", calls=(found,))
-    message = earlier(id, f"{prefix}_", handed, where).message
+    message = earlier(id, f"{prefix}_", handed, where).answer.message
     if prefix == "rs":
         return Given("assistant", "", message.thoughts)
     return Given("assistant", message.text)

@@ -19,58 +19,47 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from agentenv.endpoint.anthropic import Anthropic
-from agentenv.endpoint.chat import Chat
+from agentenv.endpoint.anthropic import Anthropic, AnthropicWriter, anthropic_error
+from agentenv.endpoint.chat import Chat, ChatWriter, openai_error
 from agentenv.endpoint.listener import BODY_S, Listener, body_of, encode, json_response, key_of
-from agentenv.endpoint.messages import (
-    ApiError,
-    Dialect,
-    Event,
-    Handed,
-    Json,
-    Request,
-    ServedTurn,
-    Writer,
-    read_body,
-)
-from agentenv.endpoint.responses import Responses
+from agentenv.endpoint.messages import ApiError, Event, Handed, Json, Request, ServedTurn, read_body
+from agentenv.endpoint.responses import Responses, ResponsesWriter
 
 _COMPACT = re.compile(r"\b(?:js|node|bun|deno|undici|ai-sdk|pydantic-ai)\b", re.IGNORECASE)
 
+Dialect = Chat | Responses | Anthropic
+Writer = ChatWriter | ResponsesWriter | AnthropicWriter  # of one choice of a stream
 DIALECTS: tuple[Chat, Responses, Anthropic] = (Chat(), Responses(), Anthropic())
 
 Delta = Callable[[int, str, str], None]  # (choice, "thoughts" or "text", new text)
 
 
 class Handler(Protocol):
-    """Answers the calls of one key. Raises ApiError. `handed`: its replies that a call may name."""
+    """Answers the calls of one key. Raises ApiError. `handed`: its replies that a call may name. By
+    default nothing depends on the end of a call."""
 
-    @property
-    def handed(self) -> Handed: ...
+    handed: Handed
 
     def new_id(self) -> str:
         """The id of the next reply."""
-        ...
 
     async def answer(self, request: Request, delta: Delta | None) -> Sequence[ServedTurn]:
         """One turn per choice; `delta`, if any, gets new text during sampling."""
-        ...
 
     async def count(self, request: Request) -> int:
         """Tokens of the prompt."""
-        ...
 
     def written(self, request: Request) -> None:
         """The whole reply was written to its connection."""
-        ...
+        return None
 
     def lost(self, request: Request) -> None:
         """The connection ended before that."""
-        ...
+        return None
 
     def refused(self, error: ApiError) -> None:
         """A call is answered with this error."""
-        ...
+        return None
 
 
 class ApiServer(Listener):
@@ -108,8 +97,9 @@ class ApiServer(Listener):
 
     def error(self, http: web.Request, error: ApiError) -> Json:
         """In the form of the route's API."""
-        anthropic = "anthropic-version" in http.headers or http.path.startswith(Anthropic.path)
-        return DIALECTS[-1 if anthropic else 0].error(error)
+        if "anthropic-version" in http.headers or http.path.startswith(Anthropic.path):
+            return anthropic_error(error)
+        return openai_error(error)
 
     def refused(self, http: web.Request, error: ApiError) -> None:
         """The handler of the key, if any, learns of it."""
@@ -251,9 +241,9 @@ async def _write(response: web.StreamResponse, data: bytes) -> None:
 
 
 def _error_event(dialect: Dialect, error: ApiError) -> Event:
-    body = dialect.error(error)
+    if isinstance(dialect, Anthropic):
+        return "error", anthropic_error(error)
+    body = openai_error(error)
     if isinstance(dialect, Chat):
         return "", body
-    if isinstance(dialect, Responses):
-        body = {"type": "error", "sequence_number": 0, **body["error"]}
-    return "error", body
+    return "error", {"type": "error", "sequence_number": 0, **body["error"]}

@@ -280,11 +280,11 @@ class ChatEngine(EndpointEngine):
         if self.native:
             tools = [{"type": "function", "function": tool} for tool in pieces[0].tools]
             body |= {"tools": tools} if tools else {}
-        elif body["messages"][-1]["role"] == "assistant" and self._way() == "continue":
+        elif body["messages"][-1]["role"] == "assistant" and self.way() == "continue":
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         return body | config.extra_body
 
-    def _way(self) -> str:
+    def way(self) -> str:
         """Continuation of the tag protocol after a result."""
         chosen = self.config.continuation
         if chosen != "auto":
@@ -297,7 +297,7 @@ class ChatEngine(EndpointEngine):
         rest = pieces[1:]
         if self.native:
             return chat + _native_messages(rest)
-        if self._way() == "turns":
+        if self.way() == "turns":
             for piece in rest:
                 if piece.is_turn:
                     chat.append({"role": "assistant", "content": piece.text.strip()})
@@ -305,7 +305,7 @@ class ChatEngine(EndpointEngine):
                     texts = [_shown_results(piece).strip(), *_texts_of_user(piece.messages)]
                     chat.append({"role": "user", "content": "\n\n".join(filter(None, texts))})
             return chat
-        more = {"prefix": True} if self._way() == "prefix" else {}
+        more = {"prefix": True} if self.way() == "prefix" else {}
         text = ""  # of the policy's turns and results since the last user message
         for piece in rest:
             text += _shown_results(piece)

@@ -119,13 +119,8 @@ class ScriptedEngine(contract.Engine):
             contract.extend_spans(turn.version_spans, VersionSpan(self.policy_version, start, end))
             self._stats["sampled_tokens"] += end - start
             if on_tokens is not None and end - start == stream_interval:
-                on_tokens(
-                    Chunk(
-                        turn.token_ids[start:end],
-                        turn.logprobs[start:end],
-                        turn.entropies[start:end],
-                    )
-                )
+                sampled: tuple[list[Any], ...] = turn.token_ids, turn.logprobs, turn.entropies
+                on_tokens(Chunk(*(values[start:end] for values in sampled)))
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         """Set the version; there are no weights."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from msgspec import Struct
@@ -159,9 +159,8 @@ class SGLangAnswer(AnswerParser):
         self._truncated = is_truncated(request.sampling)
         self._returns_kept = self._truncated and request.sampling.returns_kept
         exact = entropy_top_k == -1 or self._truncated
-        kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
         entropies = request.with_entropies
-        super().__init__(server, kind, name_span, vocab_size, with_entropies=entropies)
+        super().__init__(server, exact, name_span, vocab_size, with_entropies=entropies)
         self._max_tokens = request.sampling.max_tokens
 
     def add(self, event: bytes) -> Chunk | None:

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -137,9 +137,8 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
         """One request to the server; None if the weights changed before its first token."""
         plugin, entropies = self._connected().plugin, request.with_entropies
         exact = plugin or not 0 < self._top_k < vocab_size
-        kind: Literal["exact", "top_k"] = "exact" if exact else "top_k"
         answer = VLLMAnswer(
-            self.name, kind, self._span, vocab_size, with_entropies=entropies, plugin=plugin
+            self.name, exact, self._span, vocab_size, with_entropies=entropies, plugin=plugin
         )
         body = request_body(
             request_id, request, self._top_k, self._salt, self._adapter, plugin=plugin
@@ -182,15 +181,13 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
     async def _try_out(self) -> None:
         await self._drop_prefixes()
         await self.load()
+        problem = f"{self.name} does not report which weights sampled a token"
         try:
-            try:
-                await self._try_request(plugin=True)
-            except NoPluginError:
-                await self._try_request(plugin=False)
-        except ForeignWeightsError as error:
-            raise ConfigError(
-                f"{self.name} does not report which weights sampled a token: {error}"
-            ) from error
+            with reported_as(ConfigError, problem, ForeignWeightsError):
+                try:
+                    await self._try_request(plugin=True)
+                except NoPluginError:
+                    await self._try_request(plugin=False)
         except RefusedError as error:
             cure = ": start it with --enable-scale-out" if error.status == 403 else ""
             raise ConfigError(f"{error}{cure}") from error

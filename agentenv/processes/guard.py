@@ -77,12 +77,13 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         shutil.rmtree(own, ignore_errors=True)
         return 127
-    handle, inputs = _handle(server), [] if passes_on or is_alone else [sys.stdin.fileno()]
-    shared = _watch(server, handle, inputs, own, lambda: is_requested) | _shared_memory()
+    inputs = [] if passes_on or is_alone else [sys.stdin.fileno()]
+    shared = _watch(server, inputs, own, lambda: is_requested) | _shared_memory()
     if server.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
-        _await(server, handle, float(grace_s))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(float(grace_s))
     _kill_descendants(server)
     for path in shared:
         with contextlib.suppress(OSError):
@@ -93,22 +94,20 @@ def main(argv: list[str]) -> int:
 
 
 def _watch(
-    server: subprocess.Popen[bytes],
-    handle: list[int],
-    inputs: list[int],
-    own: str,
-    is_requested: Callable[[], bool],
+    server: subprocess.Popen[bytes], inputs: list[int], own: str, is_requested: Callable[[], bool]
 ) -> set[Path]:
     """Wait for the end of the server, of an input, or a requested end; returns the shared memory
     seen so far."""
     shared: set[Path] = set()
     look = 0.0
+    with contextlib.suppress(OSError, AttributeError):  # where the system supports it
+        inputs = [*inputs, os.pidfd_open(server.pid)]
     while server.poll() is None and not is_requested():
         if time.monotonic() > look:  # before it can be killed
             shared |= _listed(_shared_memory() - shared, own)
             look = time.monotonic() + LOOK_EVERY_S
-        ended, _, _ = select.select([*handle, *inputs], [], [], INTERVAL_S)
-        if set(inputs) & set(ended):
+        if select.select(inputs, [], [], INTERVAL_S)[0]:
+            server.poll()  # it may be its end
             break
     return shared
 
@@ -166,19 +165,6 @@ def _remove_left() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _handle(server: subprocess.Popen[bytes]) -> list[int]:
-    """A pidfd of the server, where the system supports it."""
-    with contextlib.suppress(OSError, AttributeError):
-        return [os.pidfd_open(server.pid)]
-    return []
-
-
-def _await(server: subprocess.Popen[bytes], handle: list[int], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while server.poll() is None and time.monotonic() < end:
-        select.select(handle, [], [], INTERVAL_S / 4)
-
-
 def _kill_descendants(server: subprocess.Popen[bytes]) -> None:
     """Kill until none is left: the guard inherits the children of a process that dies."""
     for _ in range(100):
@@ -212,9 +198,8 @@ def _descendants(root: int) -> list[int]:
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an option of this process, on Linux. Elsewhere a guard ends with its standard input."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    """Set an option of this process."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from contextlib import suppress
 
 PREFIX_BYTES = 8
-READ_BYTES = 1 << 18
 GONE_S = 60.0  # a machine that does not answer for this long counts as lost
 GATHER_S = 0.02
 LAST_S = 5.0  # for the other end to read pending frames before a close
@@ -47,9 +45,7 @@ class Link:
         self._reader, self._writer = reader, writer
         self._unsent: list[bytes] = []
         self._flushed = 0.0  # loop time
-        self._received: deque[bytes] = deque()  # frames
-        self._rest = b""  # the received part of an incomplete frame
-        self._missing = 0  # missing bytes of that frame, as far as known
+        self._size: int | None = None  # of the next frame, once known
         self._is_closed = False
         self.max_bytes: int | None = None  # limit of a frame; a longer one ends the link
 
@@ -68,10 +64,9 @@ class Link:
         machine, even if nothing is sent."""
         connection: socket.socket = self._writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        options = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_USER_TIMEOUT": int(GONE_S * 1000)}
-        for name, value in options.items():
-            if hasattr(socket, name):  # Linux
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(GONE_S * 1000))
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; it is lost if the other end is gone."""
@@ -98,34 +93,20 @@ class Link:
             self._writer.write(b"".join(unsent))
 
     async def receive(self) -> bytes:
-        """The next frame from the other end. Raises EOFError when the link has ended."""
-        while not self._received:
-            try:
-                if self._missing > READ_BYTES:
-                    data = await self._reader.readexactly(self._missing)
-                else:
-                    data = await self._reader.read(READ_BYTES)
-            except OSError as error:
-                raise EOFError(f"the connection broke: {error}") from error
-            if not data:
-                raise EOFError("the connection ended")
-            self._take(self._rest + data if self._rest else data)
-        return self._received.popleft()
-
-    def _take(self, data: bytes) -> None:
-        """Split received data into frames."""
-        start, size, self._missing = 0, len(data), 0
-        while size - start >= PREFIX_BYTES:
-            begin = start + PREFIX_BYTES
-            end = begin + int.from_bytes(data[start:begin], "little")
-            if self.max_bytes is not None and end - begin > self.max_bytes:
-                raise EOFError(f"a frame of {end - begin} bytes exceeds the limit")
-            if end > size:
-                self._missing = end - size
-                break
-            self._received.append(data[begin:end])
-            start = end
-        self._rest = data[start:]
+        """The next frame from the other end, also after a cancelled call. Raises EOFError when the
+        link has ended."""
+        try:
+            if self._size is None:
+                self._size = int.from_bytes(await self._reader.readexactly(PREFIX_BYTES), "little")
+            if self.max_bytes is not None and self._size > self.max_bytes:
+                raise EOFError(f"a frame of {self._size} bytes exceeds the limit")
+            frame = await self._reader.readexactly(self._size)
+        except asyncio.IncompleteReadError as error:
+            raise EOFError("the connection ended") from error
+        except OSError as error:
+            raise EOFError(f"the connection broke: {error}") from error
+        self._size = None
+        return frame
 
     def close(self, *, receives: bool = False) -> None:
         """Close after the other end has received the sent frames; `receives`: still receive its

@@ -29,10 +29,11 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 from msgspec import Struct
 
+from agentenv.base.deadline import at_most, cancel_all
 from agentenv.base.errors import ConfigError, WorkerError, reported_as
 from agentenv.base.installation import PACKAGES
 from agentenv.base.offload import in_thread, kill, start_process
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.processes import worker_group
 from agentenv.processes.guard import guarded
 from agentenv.processes.link import Link
@@ -96,9 +97,7 @@ class LocalProcess:
             return
         if guard.stdin is not None:
             guard.stdin.close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._grace_s + 5.0):
-                await guard.wait()
+        await at_most(self._grace_s + 5.0, guard.wait())
         await kill(guard)
 
 
@@ -197,7 +196,7 @@ logger = logging.getLogger(__name__)
 ADDRESS_VARIABLE = "AGENTENV_WORKER_ADDRESS"  # host:port of the controller
 TOKEN_VARIABLE = "AGENTENV_WORKER_TOKEN"
 NUMBER_VARIABLE = "AGENTENV_WORKER_NUMBER"
-FIRST_BREAK_S, MAX_BREAK_S = 1.0, 60.0
+BREAKS = Backoff(1.0, 60.0)  # before a restart
 ENDED_S = 3.0  # from the end of a link to the end of its process, on a busy machine
 POLL_S, REPORT_S = 1.0, 5.0  # during an outage of all workers
 
@@ -241,9 +240,7 @@ class Supervisor:
         try:
             await self._enough(starting)
         except BaseException:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
+            await cancel_all(starting)
             raise
         for number, task in enumerate(starting):
             self._begin(self._keep(number, task))
@@ -254,9 +251,7 @@ class Supervisor:
         """End all workers. Idempotent."""
         self._is_closing = True
         await self._group.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel_all(self._tasks)
         await self._reception.close()
         for link in self._links:
             link.abort()
@@ -372,9 +367,7 @@ class Supervisor:
     async def _keep(self, number: int, starting: asyncio.Task[Link]) -> None:
         """Let a worker join, and restart it when it is lost."""
         name, spec, is_late = self.name_of(number), self._spec, not starting.done()
-        restarts = Restarts(
-            spec.max_restarts, f"{name}/{self._token}", first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S
-        )
+        restarts = Restarts(spec.max_restarts, f"{name}/{self._token}", BREAKS)
         while True:
             try:
                 link = await starting

@@ -103,8 +103,8 @@ class WorkerPool:
             if self._server is not None and self._server.alive():
                 return
             self._drop_server()
-            server = _ForkServer(self._environment)
-            loading = asyncio.ensure_future(server.load(self._setup))
+            server = _ForkServer(self._environment, msgspec.msgpack.encode(self._setup))
+            loading = asyncio.ensure_future(server.load(self.handler))
             try:
                 if await _over_a_bound(
                     loading, server.process.pid, START_TIMEOUT_S, START_TIMEOUT_S
@@ -223,42 +223,40 @@ class _ServerDiedError(InfraError):
 
 
 class _ForkServer:
-    """The host's end of a fork server, and its idle workers."""
+    """The host's end of a fork server, and its idle workers. The server reads the setup from its
+    standard input, a file in shared memory, since no pipe takes it at once."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], setup: bytes) -> None:
         check_outside("a worker process")
         self._control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with inner:
             try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "agentenv.processes.worker_pool"],
-                    stdin=inner.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env={**environment, "PYTHONPATH": path},
-                )
+                with open(os.memfd_create("setup"), "w+b", buffering=0) as given:
+                    given.write(setup)
+                    given.seek(0)
+                    self.process = subprocess.Popen(
+                        [sys.executable, "-m", __name__, str(inner.fileno())],
+                        stdin=given,
+                        stdout=subprocess.DEVNULL,
+                        stderr=subprocess.DEVNULL,
+                        env={**environment, "PYTHONPATH": path},
+                        pass_fds=[inner.fileno()],
+                    )
             except OSError as error:
                 self._control.close()
                 raise InfraError(f"no process for workers: {error}") from error
         self._control.setblocking(False)
         self.idle: list[_Worker] = []
 
-    async def load(self, setup: dict[str, Any]) -> str:
-        """Let it import the handler; returns "" or the error."""
+    async def load(self, handler: str) -> str:
+        """Wait until it has imported the handler; returns "" or the error."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # it died, so that there is no answer either
-            self._give(msgspec.msgpack.encode(setup))
             answer = await loop.sock_recv(self._control, 1 << 16)
             if answer:
                 return answer.decode("utf-8", "replace").removeprefix("ready")
-        raise InfraError(f"the worker process of {setup['handler']} died at its start")
-
-    def _give(self, setup: bytes) -> None:
-        """Send the setup in shared memory, since it may be larger than a packet."""
-        with open(os.memfd_create("setup"), "wb", buffering=0) as file:
-            file.write(setup)
-            socket.send_fds(self._control, [b"setup"], [file.fileno()])
+        raise InfraError(f"the worker process of {handler} died at its start")
 
     async def worker(self, *, fresh: bool) -> _Worker:
         """An idle worker, or a newly forked one if there is none or if `fresh`."""
@@ -375,11 +373,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):  # they end the host, which closes it
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of workers
-    control = socket.socket(fileno=os.dup(0))
-    _, (given,), _, _ = socket.recv_fds(control, 16, 1)
-    with open(given, "rb") as file:
-        file.seek(0)
-        setup = msgspec.msgpack.decode(file.read(), type=dict[str, Any])
+    control = socket.socket(fileno=int(sys.argv[1]))
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=dict[str, Any])
     try:
         module, _, name = setup["handler"].partition(":")
         handler = getattr(importlib.import_module(module), name)

@@ -62,17 +62,15 @@ def _columns(kept: KeptTree, leaf: Node) -> Iterator[tuple[NDArray[Any], ...]]:
         yield (
             np.asarray(node.action_ids + node.observation_ids, np.int32),
             np.arange(size + rest) < size,
-            *(_padded(one, size, rest) for one in (*figures, entropies)),
+            *(_padded(one, size + rest) for one in (*figures, entropies)),
             *(np.repeat([share, 0.0], [size, rest]) for share in shares),
             np.append(versions, np.full(rest, -1, np.int32)),
         )
 
 
-def _padded(values: Sequence[float], size: int, rest: int) -> NDArray[np.float32]:
-    whole = np.full(size + rest, np.nan, np.float32)
-    if len(values):
-        whole[:size] = values
-    return whole
+def _padded(values: Sequence[float], size: int) -> NDArray[np.float32]:
+    known = np.asarray(values, np.float32)
+    return np.pad(known, (0, size - len(known)), constant_values=np.nan)
 
 
 _read_header = msgspec.msgpack.Decoder(StepHeader).decode

@@ -69,11 +69,11 @@ class Conversation:
     def open(self) -> list[int]:
         return list(self._renderer.prompt(self.prompt, self.tools))
 
-    def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
+    def limited(self, sampling: SamplingParams, prefix: Sequence[int], room: int) -> SamplingParams:
         """The sampling of a turn after `prefix`. `room`: tokens that are left for the context."""
         return replace(sampling, stop=(*self._renderer.stop(self.tools), *sampling.stop))
 
-    def read(self, completion: Completion, prefix: Prefix) -> Message:
+    def read(self, completion: Completion, prefix: Sequence[int]) -> Message:
         """`prefix`: the tokens before the turn."""
         return self._renderer.parse(completion, self.tools, prefix)
 

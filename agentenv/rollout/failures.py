@@ -73,7 +73,6 @@ class Failures:
     last WINDOW ended ones, and with `strict` at the first bug."""
 
     def __init__(self, max_share: float, *, strict: bool) -> None:
-        self.num = 0
         self.log = FailureLog()
         self._max_share = max_share
         self._strict = strict
@@ -94,7 +93,6 @@ class Failures:
             self._recent.append(failure.same if failure is not None and counts else None)
         if failure is None:
             return
-        self.num += 1
         self.log.add(failure, error, who)
         if self._strict and failure.is_bug:
             raise TooManyFailuresError(

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
-from typing import Annotated, BinaryIO, ClassVar, NamedTuple, Protocol
+from typing import Annotated, BinaryIO, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -56,7 +56,6 @@ class JournalConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "finished and in-flight trees"
         ),
     ] = True
-    sync_s: ClassVar[float] = 1.0  # after this time frames also survive a power failure
 
 
 class ArchiveConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -176,7 +175,6 @@ class Began(Struct, array_like=True, frozen=True, tag=1):
     tree: int
     task_id: str
     policy_version: int
-    incarnation: int
     settings: str
     mark: Mark
 

@@ -12,7 +12,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 # Time to collect a batch of frames, and a shorter one while a caller waits: passing each turn to a
 # thread separately would cost 300 us.
 GATHER_S, COMMIT_S = 0.2, 0.05
+SYNC_S = 1.0  # after this time frames also survive a power failure
 STALL_S = 300.0  # a disk that does not complete a write within this time hangs
 CLOSE_S = 10.0  # the same for a disk that has already failed
 
@@ -42,19 +43,9 @@ class Journal:
     resumed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: frames.JournalConfig,
-        *,
-        settings: str,
-        incarnation: int,
-        offload: Callable[..., Awaitable[Any]] | None = None,
-    ) -> None:
-        """`offload` runs blocking functions, by default in a dedicated thread. Raises ConfigError
-        if the folder cannot be written."""
+    def __init__(self, folder: Path, *, settings: str, incarnation: int) -> None:
+        """Raises ConfigError if the folder cannot be written."""
         self.folder = folder
-        self.config = config
         self.settings = settings
         self.incarnation = incarnation
         self.earlier = EarlierTrees(settings)
@@ -69,7 +60,6 @@ class Journal:
         self._problem: OSError | None = None
         self._is_reported = False  # a caller got the error
         self._thread = OwnThread("journal")
-        self._offload = offload or self._thread
         self._num_records = 0
         self._file: BinaryIO | None = None
         self._size = 0  # of the file, complete frames
@@ -85,8 +75,7 @@ class Journal:
 
     async def recall(self, index: int, task: Task) -> frames.Recorded | None:
         """The state of a tree of an earlier process, if it can be resumed; see `EarlierTrees`."""
-        found: frames.Recorded | None = await self._offload(self.earlier.read, index, task)
-        return found
+        return await self._thread(self.earlier.read, index, task)
 
     def record(self, index: int) -> TreeRecord:
         """The writer for the rollout of a tree."""
@@ -165,7 +154,7 @@ class Journal:
     async def _on_disk(self, seconds: float, function: Callable[..., None], *given: Any) -> None:
         """Run a disk access in a thread. Raises OSError, also after `seconds`."""
         try:
-            await within(seconds, "it", self._offload(function, *given))
+            await within(seconds, "it", self._thread(function, *given))
         except StallError as error:
             raise OSError(errno.ETIMEDOUT, str(error)) from error
 
@@ -177,7 +166,7 @@ class Journal:
             asyncio.get_running_loop().call_soon(self._written.set)  # once this task is done
 
     async def _write_batches(self) -> None:
-        """Write batch after batch, and sync each within `sync_s` seconds."""
+        """Write batch after batch, and sync each within SYNC_S seconds."""
         loop = asyncio.get_running_loop()
         to_sync_s: float | None = None  # when the oldest unsynced frame must be synced
         while self._pending or not self._is_closed:
@@ -202,7 +191,7 @@ class Journal:
             if is_due:
                 to_sync_s = None
             elif batch and to_sync_s is None:
-                to_sync_s = loop.time() + self.config.sync_s
+                to_sync_s = loop.time() + SYNC_S
             self._num_written += len(batch)
             self._written.set()
 
@@ -293,10 +282,6 @@ class TreeRecord:
         self._number = number
         self._num_frames = 0
         self._tree: TrajectoryTree
-        self._opened: list[frames.OpenBranch] = []
-        self._turns: list[frames.Turned] = []
-        self._decided: list[frames.ForkDecision] = []
-        self._known: set[int] = set()
         self._flushing: asyncio.Handle | None = None
 
     def began(self, tree: TrajectoryTree) -> None:
@@ -305,14 +290,15 @@ class TreeRecord:
         self._loop = asyncio.get_running_loop()
         self._tree = tree
         self.clock = WorkClock()  # of the tree
-        self._opened, self._turns, self._decided = [], [], []
-        self._known = set()
+        self._opened: list[frames.OpenBranch] = []
+        self._turns: list[frames.Turned] = []
+        self._decided: list[frames.ForkDecision] = []
+        self._known: set[int] = set()
         journal.append(
             frames.Began(
                 tree=self._index,
                 task_id=tree.task.id,
                 policy_version=tree.policy_version,
-                incarnation=journal.incarnation,
                 settings=journal.settings,
                 mark=self._mark(),
             )

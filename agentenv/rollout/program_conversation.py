@@ -20,9 +20,11 @@ from agentenv.text.spoken import spoken
 
 
 class ProgramConversation(Conversation):
-    """The environment describes each next turn in its info (`NextTurn`)."""
+    """The environment describes each next turn in its info (`NextTurn`). `is_raw`: malformed calls
+    are calls too. `is_cut`: the turn that was read last has no end token."""
 
     opens_contexts = True
+    is_raw = False
     answering = ("user", "system")
 
     def __init__(self, renderer: ContextRenderer, most: int) -> None:
@@ -33,7 +35,7 @@ class ProgramConversation(Conversation):
         self._turns: list[Node] = []
         self._tips: dict[int, tuple[Node, Prefix]] = {}  # unanswered turns, and tokens up to them
         self._cut: set[int] = set()  # turns without an end token
-        self._is_cut = self._is_guided = False  # the turn that was read last
+        self.is_cut = self._is_guided = False  # the turn that was read last
 
     def begin(self, messages: list[Message], info: Info) -> None:
         super().begin(messages, info)
@@ -48,7 +50,7 @@ class ProgramConversation(Conversation):
         with _of_program():
             return context_ids(self._writer, self.prompt, self.tools, self._most).tolist()
 
-    def limited(self, sampling: SamplingParams, prefix: Prefix, room: int) -> SamplingParams:
+    def limited(self, sampling: SamplingParams, prefix: Sequence[int], room: int) -> SamplingParams:
         then = self._next
         most = min(sampling.max_tokens, then.max_tokens or sampling.max_tokens, room)
         stop = (*self._writer.stop(self.tools), *sampling.stop, *self._stops)
@@ -56,15 +58,15 @@ class ProgramConversation(Conversation):
         self._is_guided = bool(guide)
         return replace(sampling, max_tokens=most, stop=stop, guide=guide)
 
-    def read(self, completion: Completion, prefix: Prefix) -> Message:
+    def read(self, completion: Completion, prefix: Sequence[int]) -> Message:
         """With the facts of the sampling, which the environment passes to the program."""
         action = super().read(completion, prefix)
         stop = completion.stop if completion.stop in self._next.stop else None
         is_long = completion.finish_reason == "length"
         reason: Literal["stop", "length"] = "length" if is_long else "stop"
-        self._is_cut = is_long or completion.stop in self._stops
-        single = self._next.single
-        own = spoken(action, self._writer.style, self.tools, stop, single=single)
+        self.is_cut = is_long or completion.stop in self._stops
+        single, raw = self._next.single, self.is_raw
+        own = spoken(action, self._writer.style, self.tools, stop, raw=raw, single=single)
         sizes = len(prefix), len(completion.token_ids)
         turn = Turn(own.thoughts, own.text, reason, *sizes, stop, own.kept)
         return replace(action, tool_calls=own.calls, turn=turn)
@@ -73,7 +75,7 @@ class ProgramConversation(Conversation):
         self, action: Message, node: Node, prefix: Prefix, messages: list[Message]
     ) -> Sequence[int] | Context:
         self._record(node)
-        if self._is_cut:
+        if self.is_cut:
             self._cut.add(node.index)
         self.continues = True
         if self._next.prompt:

@@ -19,13 +19,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from statistics import fmean, median
 from typing import NamedTuple
 
 from msgspec import Struct
 
+from agentenv.base.deadline import at_most
 from agentenv.base.tree import TrajectoryTree
 
 
@@ -71,17 +71,15 @@ class Flow:
 class ReplayQueue:
     """Slots and trees between the feeder and the learner. One consumer."""
 
-    def __init__(
-        self, groups_per_step: int, max_staleness: int, *, just_in_time: bool = True
-    ) -> None:
-        """`just_in_time`: a tree starts when the learner is expected to need it, otherwise as soon
-        as a slot is free. With `max_staleness` 0 both are equal."""
+    def __init__(self, groups_per_step: int, max_staleness: int) -> None:
+        """With `max_staleness` 0 a tree starts as soon as a slot is free, otherwise when the
+        learner is expected to need it."""
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
         self.capacity = groups_per_step * (max_staleness + 1)
         self.num_reserved = 0
         self.flow = Flow()
-        self._pace = Pace(max_staleness) if just_in_time and max_staleness else None
+        self._pace = Pace(max_staleness) if max_staleness else None
         self._num_taken = 0  # by the running get()
         self._kept: deque[bool] = deque([True], maxlen=4 * groups_per_step)  # of the last trees
         self._rollouts: deque[Waiting] = deque()
@@ -106,9 +104,7 @@ class ReplayQueue:
             if not left_s:
                 break
             self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._changed.wait()
+            await at_most(left_s, self._changed.wait())
         early_s = now() - began_s
         self.flow.early_s += early_s
         self.num_reserved += 1

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from agentenv.base import errors
 from agentenv.base.deadline import WaitKind, working
-from agentenv.base.retries import pause_before_retry, through_outage
+from agentenv.base.retries import Backoff, pause_before_retry, through_outage
 from agentenv.base.tree import Prefix, TrajectoryTree
 from agentenv.base.types import Completion, Info, Limits, Message
 from agentenv.contract.env import StepResult
@@ -26,7 +26,7 @@ from agentenv.rollout.conversation import Conversation
 from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.contexts import for_programs
 
-FIRST_RETRY_S, MAX_RETRY_S = 0.5, 20.0  # before a retry of a turn or a step
+BACKOFF = Backoff(0.5, 20.0)  # of a turn or a step
 STEP = "the environment's step"
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Recovery:
                 if attempt:
                     await self._replay_in_fresh_env(branch)
                 branch.clock.now(STEP)
-                return await self._retrying(branch, "step")(step)
+                return await self._retried(branch, "step", step)
             except (errors.OutageError, errors.CrashError):
                 raise
             except (errors.EnvError, errors.GraderError):
@@ -96,24 +96,20 @@ class Recovery:
         self, branch: Branch, finish: Callable[[], Awaitable[tuple[float, Info]]]
     ) -> tuple[float, Info]:
         """Reward and info of an ended episode, from its env."""
-        retrying = self._retrying(branch, "finish")
         with working(branch.clock):
             branch.clock.now("its environment to finish")
-            return await retrying(finish)
+            return await self._retried(branch, "finish", finish)
 
-    def _retrying(
-        self, branch: Branch, use: str
-    ) -> Callable[[Callable[[], Awaitable[T]]], Awaitable[T]]:
-        """A function that retries calls while their infrastructure is down, for `outage_s` of
-        the limits at most."""
-        return partial(
-            through_outage,
-            who=f"the {use}",
-            key=self.key(branch, use),
+    async def _retried(self, branch: Branch, use: str, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of `call`, which is retried while its infrastructure is down, for `outage_s`
+        of the limits at most."""
+        return await through_outage(
+            call,
+            f"the {use}",
+            self.key(branch, use),
             outage_s=self._limits.outage_s,
             failed=self._count_failure,
-            first_s=FIRST_RETRY_S,
-            max_s=MAX_RETRY_S,
+            backoff=BACKOFF,
         )
 
     def _count_failure(self, attempt: int, error: errors.InfraError) -> None:
@@ -122,8 +118,7 @@ class Recovery:
     async def _rest(self, branch: Branch, use: str, attempt: int) -> None:
         """Wait before a retry of a turn or a step."""
         self._tree.num_retaken += 1
-        key, delays = self.key(branch, use), {"first_s": FIRST_RETRY_S, "max_s": MAX_RETRY_S}
-        await pause_before_retry(f"the {use}", attempt, key, **delays)
+        await pause_before_retry(f"the {use}", BACKOFF.seconds(attempt, self.key(branch, use)))
 
     # environments
 
@@ -213,7 +208,7 @@ class Recovery:
         async def step(action: Message) -> StepResult:
             assert branch.env is not None
             taken = partial(self._actor.envs.step, branch.env, action)
-            return await self._retrying(branch, "step")(taken)
+            return await self._retried(branch, "step", taken)
 
         path = self._tree.path(branch.cursor)[1:]
         is_equal = await branch.conversation.replay(path, step) and is_equal
@@ -236,4 +231,4 @@ class Recovery:
                 raise errors.CrashError(f"making the environment raised {error!r}") from error
             return await self._actor.envs.reset(branch.env, self._env_seed)
 
-        return await self._retrying(branch, "reset")(reset)
+        return await self._retried(branch, "reset", reset)

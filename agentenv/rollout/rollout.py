@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -47,10 +46,6 @@ Opening = Callable[[], Awaitable[None]]  # sets the env and the tokens of a bran
 
 class _OutOfTimeError(Exception):
     """A branch has reached its time limit."""
-
-
-class _ClosedError(Exception):
-    """The task group of a tree accepts no more tasks."""
 
 
 def _set(event: asyncio.Event, task: object) -> None:
@@ -157,8 +152,7 @@ class Rollout(Growth):
         for _ in range(0 if self._is_over else number):
             branch = Branch(str(self._next_root), self.tree.root, WorkClock(outer=self.clock))
             self._next_root += 1
-            with suppress(_ClosedError):
-                self._start(branch, partial(self._open_root, branch))
+            if self._start(branch, partial(self._open_root, branch)) is not None:
                 self.tree.num_roots += 1
 
     def _start_late(self, node: Node, number: int) -> None:
@@ -170,19 +164,19 @@ class Rollout(Growth):
             num_turns = len(self.tree.path(node)) - 1
             name = f"{node.branch}.{num_turns}+{node.num_forks}"
             branch = Branch(name, node, WorkClock(outer=self.clock))
-            with suppress(_ClosedError):
-                self._start(branch, partial(self._reopen, branch, is_late=True), is_late=True)
+            self._start(branch, partial(self._reopen, branch, is_late=True), is_late=True)
 
     def _start(
         self, branch: Branch, opening: Opening, *, is_late: bool = False
-    ) -> asyncio.Task[None]:
+    ) -> asyncio.Task[None] | None:
+        """Start a branch; None if the tree ends: its group accepts no more tasks."""
         context = self._context.copy()  # without the clock of the parent branch
         growing = self._grow(branch, opening)
         try:
             task = self._group.create_task(growing, context=context)
-        except RuntimeError as error:
+        except RuntimeError:
             growing.close()
-            raise _ClosedError from error
+            return None
         self.tree.num_started += 1
         self.tree.num_live += 1
         if self.record is not None:
@@ -241,10 +235,10 @@ class Rollout(Growth):
                 held = asyncio.Event()  # also set if the sibling failed to get its env
                 opening = partial(self._recovery.open_fork, sibling, branch, held)
                 task = self._start(sibling, opening)
+                if task is None:  # a last chunk while the tree ends
+                    return
                 task.add_done_callback(partial(_set, held))  # or never began
                 branch.turn.holding.append(held)
-        except _ClosedError:  # a last chunk while the tree ends
-            pass
         except Exception as error:  # the rollout raises it, not the stream
             self._group.create_task(_raise(error))
 

@@ -22,7 +22,7 @@ from agentenv.text import native
 from agentenv.text.call_syntax import malformed, split_thoughts
 from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig
-from agentenv.text.renderer import RendererPart, TagsConfig, TextCodec, ToolSchemas
+from agentenv.text.renderer import RendererPart, TagsConfig, TextCodec, ToolSchemas, functions
 
 NUM_HEADER_IDS = 256  # of a prompt; they have the header of the turn
 READ = ("ok", "unknown_tool")  # the status of calls that have a name and arguments
@@ -99,7 +99,7 @@ class BridgedRenderer(native.NativeRenderer):
         self, chat: list[dict[str, Any]], tools: ToolSchemas = (), *, generation: bool = True
     ) -> list[int]:
         """The ids of messages. Raises ValueError if the renderer rejects them."""
-        keys = {"tools": _functions(tools), "add_generation_prompt": generation}
+        keys = {"tools": functions(tools), "add_generation_prompt": generation}
         try:
             return list(self._theirs.render_ids(chat, **keys))
         except ERRORS as error:
@@ -150,7 +150,7 @@ class BridgedRenderer(native.NativeRenderer):
 
     def _response(self, ids: Sequence[int], tools: ToolSchemas, prefix_ids: Sequence[int]) -> Any:
         header = prefix_ids[-NUM_HEADER_IDS:] if len(prefix_ids) else self._header
-        return self._theirs.parse_response([*ids], tools=_functions(tools), prompt_ids=[*header])
+        return self._theirs.parse_response([*ids], tools=functions(tools), prompt_ids=[*header])
 
     def _frames_around(
         self, messages: Sequence[Message], tools: ToolSchemas, turn_ids: Sequence[int] = ()
@@ -166,10 +166,6 @@ class BridgedRenderer(native.NativeRenderer):
 
     def _refusal(self, problem: str) -> ConfigError:
         return ConfigError(f"renderer.name = 'renderers': the family {self._family!r} {problem}")
-
-
-def _functions(tools: ToolSchemas) -> list[dict[str, Any]] | None:
-    return [{"type": "function", "function": dict(tool)} for tool in tools] or None
 
 
 def _call(attempt: Any) -> ToolCall:

@@ -482,8 +482,7 @@ def _python_end(text: str, start: int) -> int:
 def _python_calls(block: str) -> list[ToolCall]:
     expected = "expected a list of calls such as [NAME(key='value')]"
     try:
-        with warnings.catch_warnings():  # about unknown escapes
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):  # about unknown escapes
             parsed = ast.parse(block.strip(), mode="eval").body
         written = parsed.elts if isinstance(parsed, ast.List) else [parsed]
         calls = []

@@ -118,7 +118,7 @@ class ChatModel:
 
     async def complete(self, system: str, user: str) -> ModelReply:
         """Ask one question. Raises EngineError if the endpoint rejects it, or all attempts fail."""
-        return read_reply(await self.reply(self.body(system, user)))
+        return await self.reply(self.body(system, user))
 
     def body(self, system: str, user: str) -> Json:
         """A request with one question and an optional system prompt."""
@@ -126,9 +126,9 @@ class ChatModel:
         messages = [*prompt, {"role": "user", "content": user}]
         return {"model": self.endpoint.model, "messages": messages, **self._settings}
 
-    async def reply(self, body: Json) -> Json:
-        """The reply to such a request, for `read_reply`. Raises EngineError."""
-        return await self.endpoint.send(CHAT_PATH, body, _readable, str(body["messages"]))
+    async def reply(self, body: Json) -> ModelReply:
+        """The reply to such a request. Raises EngineError."""
+        return await self.endpoint.send(CHAT_PATH, body, read_reply, str(body["messages"]))
 
     def stats(self) -> dict[str, float]:
         """The number of requests, and of retries among them."""
@@ -141,8 +141,3 @@ class ChatModel:
     async def close(self) -> None:
         """Close the connections; idempotent."""
         await self.endpoint.close()
-
-
-def _readable(reply: Any) -> Json:
-    read_reply(reply)
-    return dict(reply)

@@ -21,7 +21,7 @@ from agentenv.text.tags import TAGS
 
 def for_programs(renderer: Any, where: str) -> ContextRenderer:
     """The renderer, if it can write turns that were not sampled. Raises ConfigError."""
-    if getattr(renderer, "turn", None) is None:  # faster than `isinstance` with ContextRenderer
+    if getattr(renderer, "turn", None) is None:  # one of messages, or a BridgedRenderer
         raise ConfigError(
             f"{where}: turns of programs need an engine of tokens and renderer.name = 'native' or "
             "'tags', which write turns that were not sampled"

@@ -22,14 +22,16 @@ from contextvars import Context
 from math import inf
 from typing import Any
 
+from agentenv.base.deadline import retrieve_exception
 from agentenv.base.errors import SHOWN, AgentEnvError, EnvError
 from agentenv.base.offload import check_outside
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.processes.worker_pool import JobError, WorkerPool
 
 COLLECT_S = 0.01  # texts within this interval form a batch
 ANSWER_S = 60.0  # limit of a batch, in CPU time and in time asleep; then the loop encodes it
-FIRST_PAUSE_S, MAX_PAUSE_S = 10.0, 60.0  # before a failed worker restarts
+PAUSES = Backoff(10.0, 60.0)  # before a failed worker restarts
+DIED = "the tokenizer process has died"
 MAX_LOST = 3  # consecutive failures without an answer; then the loop encodes permanently
 
 logger = logging.getLogger(__name__)
@@ -139,12 +141,12 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._pool: WorkerPool | None = None  # created with the first text
-        self._texts: list[str] = []
-        self._waiting: list[asyncio.Future[array[int]]] = []
-        self._batches: set[asyncio.Task[None]] = set()
+        self._texts: list[str] = []  # of the batch that still collects
+        self._batch: asyncio.Task[list[array[int]]] | None = None  # the last one
+        self._batches: set[asyncio.Task[list[array[int]]]] = set()
         self._closed = False
         key = f"encoder/{os.getpid()}"
-        self._restarts = Restarts(MAX_LOST - 1, key, first_s=FIRST_PAUSE_S, max_s=MAX_PAUSE_S)
+        self._restarts = Restarts(MAX_LOST - 1, key, PAUSES)
         self._rests_until = -inf  # loop time
 
     @property
@@ -155,45 +157,33 @@ class Encoder:
     async def encode(self, text: str) -> array[int]:
         """The ids, int32. Raises EncoderLostError."""
         if self.rests:
-            raise EncoderLostError("the tokenizer process has died")
+            raise EncoderLostError(DIED)
         check_outside("a tokenizer process")
-        loop = asyncio.get_running_loop()
-        if not self._texts:
-            loop.call_later(COLLECT_S, self._send)
-        future: asyncio.Future[array[int]] = loop.create_future()
+        if self._batch is None or not self._texts:
+            # without the context of a rollout, whose clock would stop
+            self._batch = asyncio.create_task(self._encode(), context=Context())
+            self._batches.add(self._batch)
+            self._batch.add_done_callback(self._batches.discard)
+            self._batch.add_done_callback(retrieve_exception)
+        batch, place = self._batch, len(self._texts)
         self._texts.append(text)
-        self._waiting.append(future)
-        return await future
+        await asyncio.wait({batch})  # its rollout may be cancelled, the batch is not
+        return batch.result()[place]
 
-    def _send(self) -> None:
-        texts, waiting, self._texts, self._waiting = self._texts, self._waiting, [], []
-        # without the context of a rollout, whose clock would stop
-        batch = asyncio.get_running_loop().create_task(
-            self._encode(texts, waiting), context=Context()
-        )
-        self._batches.add(batch)
-        batch.add_done_callback(self._batches.discard)
-
-    async def _encode(
-        self, texts: list[str], waiting: Sequence[asyncio.Future[array[int]]]
-    ) -> None:
-        found: list[array[int]] = []
-        why = "the tokenizer process has died"
+    async def _encode(self) -> list[array[int]]:
+        """The ids of the texts that arrive within COLLECT_S. Raises EncoderLostError."""
+        await asyncio.sleep(COLLECT_S)
+        texts, self._texts = self._texts, []
+        if self.rests:
+            raise EncoderLostError(DIED)
         try:
-            if not self.rests:
-                found = [array("i", ids) for ids in await self._worker().run(texts, ANSWER_S)]
-                self._restarts.progressed()
+            found = [array("i", ids) for ids in await self._worker().run(texts, ANSWER_S)]
         except (JobError, AgentEnvError) as error:
             why = f"the tokenizer process did not answer ({error})"
             self._lose(why)
-        finally:
-            for index, future in enumerate(waiting):
-                if future.done():  # its rollout may be cancelled
-                    continue
-                if found:
-                    future.set_result(found[index])
-                else:
-                    future.set_exception(EncoderLostError(why))
+            raise EncoderLostError(why) from error
+        self._restarts.progressed()
+        return found
 
     def _worker(self) -> WorkerPool:
         if self._pool is None:
@@ -224,8 +214,6 @@ class Encoder:
     async def close(self) -> None:
         """Stop the worker. Pending texts raise EncoderLostError. Idempotent."""
         self._closed = True
-        if self._texts:
-            self._send()
         if self._pool is not None:
             self._pool.close()
         if self._batches:

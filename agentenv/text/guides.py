@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from agentenv.base.errors import EnvError
+from agentenv.base.types import NextTurn
 from agentenv.text.call_syntax import CALL_CLOSE, CALL_ENDS, CALL_OPEN, THOUGHT_CLOSE, THOUGHT_OPEN
 from agentenv.text.renderer import ContextRenderer
 
@@ -39,25 +40,14 @@ FORMS = {
 OTHER_THOUGHTS = ("harmony", "atem", "gemma")  # styles without <think>; the prompt has the schema
 
 
-class Required(Protocol):
-    """The requirements: see `NextTurn`."""
-
-    @property
-    def forced(self) -> tuple[str, ...]: ...
-    @property
-    def single(self) -> bool: ...
-    @property
-    def schema(self) -> Json | None: ...
-
-
-def single_ends(style: str, turn: Required) -> tuple[str, ...]:
+def single_ends(style: str, turn: NextTurn) -> tuple[str, ...]:
     """The text that ends a turn of at most one call, if no grammar does."""
     ends = turn.single and not turn.forced and style in CALL_ENDS
     return (CALL_ENDS[style],) if ends else ()
 
 
 def guide_of(
-    turn: Required,
+    turn: NextTurn,
     renderer: ContextRenderer,
     tools: Sequence[Mapping[str, Any]],
     prefix: Sequence[int],

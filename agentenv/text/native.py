@@ -32,7 +32,7 @@ from agentenv.text.call_syntax import (
 )
 from agentenv.text.contexts import num_common
 from agentenv.text.prompt import PromptConfig, count_tagged_call, for_native_calls
-from agentenv.text.renderer import RendererPart, TextCodec, ToolSchemas, template_errors
+from agentenv.text.renderer import ContextRenderer, RendererPart, ToolSchemas, template_errors
 
 Senders = tuple[tuple[str, str | None], ...]  # (role, tool) of each message of an observation
 
@@ -99,7 +99,7 @@ class _CallForm(NamedTuple):
     one_a_turn: bool
 
 
-class NativeRenderer(TextCodec):
+class NativeRenderer(ContextRenderer):
     """Renders by the chat template. Raises ConfigError for a template that cannot be used.
 
     `eos_ids` are all tokens that end a turn. Earlier thoughts remain, even if the template would

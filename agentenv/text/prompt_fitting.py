@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from agentenv.base import errors
 from agentenv.base.crashes import guarded
+from agentenv.base.deadline import Deadline
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Limits, Message, Task
 from agentenv.base.untrusted import shortened
@@ -62,7 +63,7 @@ class PromptFitter:
         overlong: list[str] = []
         for start in range(0, len(tasks), BATCH):
             batch = tasks[start : start + BATCH]
-            prompts = await asyncio.gather(*map(self._prompt, batch))
+            prompts = await asyncio.gather(*map(self._prompt, batch), return_exceptions=True)
             lengths = await in_thread(self._lengths, prompts)
             for task, length in zip(batch, lengths, strict=True):
                 if length <= self.limits.max_prompt_tokens:
@@ -103,9 +104,9 @@ class PromptFitter:
         )
         self.report(f"{self.key}: {found}; they {done}")
 
-    async def _prompt(self, task: Task) -> _Prompt | errors.AgentEnvError | None:
+    async def _prompt(self, task: Task) -> _Prompt | None:
         """The prompt of a task; None if its env could not be reset, which is reported and left to
-        the rollout. Other errors are returned, so that all envs of a batch are closed."""
+        the rollout."""
 
         async def made() -> Env:
             return self.make_env(task)
@@ -116,36 +117,29 @@ class PromptFitter:
             self._not_begun[task.id] = str(error)
             return None
         except errors.ConfigError as error:
-            return errors.ConfigError(f"task {task.id}: {error}")
+            raise errors.ConfigError(f"task {task.id}: {error}") from error
         if getattr(env, "starts_processes", False):
             self._num_started += 1
             if self._num_started > MAX_STARTED and CUT_KEY not in task.metadata:
                 return None
-        found: _Prompt | errors.AgentEnvError | None = None
+        limit, limit_s = "(limits.env_timeout_s)", self.limits.env_timeout_s
         try:
-            async with asyncio.timeout(self.limits.env_timeout_s):
+            with Deadline.after(limit_s, f"its reset {limit}", errors.EnvError):
                 messages, info = await guarded(env.reset(seed=0), "the environment's reset")
-            found = _Prompt(messages, info.get("tools", ()))
-        except TimeoutError:
-            self._not_begun[task.id] = "its reset took more than limits.env_timeout_s"
+            return _Prompt(messages, info.get("tools", ()))
         except (errors.EnvError, errors.InfraError) as error:
             self._not_begun[task.id] = str(error)
-        except errors.AgentEnvError as error:
-            found = error
-        try:
-            async with asyncio.timeout(self.limits.env_timeout_s):
+            return None
+        finally:
+            closing = f"task {task.id}: closing its environment {limit}"
+            with Deadline.after(limit_s, closing, errors.EnvError):
                 await env.close()
-        except TimeoutError:
-            return errors.EnvError(
-                f"task {task.id}: closing its environment exceeded limits.env_timeout_s"
-            )
-        return found
 
-    def _lengths(self, prompts: Sequence[_Prompt | errors.AgentEnvError | None]) -> list[int]:
+    def _lengths(self, prompts: Sequence[_Prompt | BaseException | None]) -> list[int]:
         """Tokens of each prompt, or 0 for a prompt that certainly fits."""
         lengths = []
         for prompt in prompts:
-            if isinstance(prompt, errors.AgentEnvError):
+            if isinstance(prompt, BaseException):
                 raise prompt
             lengths.append(0 if prompt is None else self._length(prompt))
         return lengths

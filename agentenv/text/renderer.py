@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -110,31 +110,9 @@ class Renderer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str: ...
     def check_tools(self, tools: ToolSchemas) -> None:
         """Raises ConfigError, with the remedy, for a tool that the policy could not call."""
-        return None
 
     def neutralise(self, text: str, tools: ToolSchemas) -> str:
         """Untrusted text, changed so that it cannot forge the protocol's tags and tokens."""
-
-
-@runtime_checkable
-class ContextRenderer(Renderer, Protocol):
-    """A renderer that can write whole contexts, including turns that were not sampled. `style` is
-    the format of its calls (agentenv/text/call_syntax.py), `end_id` the token that ends a turn."""
-
-    control: Any
-    own_tags: tuple[str, ...]
-
-    @property
-    def style(self) -> str: ...
-    @property
-    def end_id(self) -> int: ...
-    def opens_thought(self, prefix_ids: Sequence[int]) -> bool: ...
-    def shown(self, tools: ToolSchemas) -> ToolSchemas: ...
-    def turn(self, message: Message, tools: ToolSchemas) -> Sequence[int]:
-        """Token ids of a turn of the policy. Raises ConfigError."""
-
-    def placed(self, messages: Sequence[Message], *, after_turn: bool) -> Sequence[Message]:
-        """The messages of a prompt, or of an answer to a turn, as the template can write them."""
 
 
 class TextCodec:
@@ -275,7 +253,7 @@ class TextCodec:
 
     @property
     def style(self) -> str:
-        """The format of calls."""
+        """The format of its calls (agentenv/text/call_syntax.py)."""
         return "tags"
 
     @cached_property
@@ -339,8 +317,7 @@ class TextCodec:
         config = self.prompt_config
         if not config.apply_chat_template:
             return "\n\n".join(message["content"] for message in chat)
-        functions = [{"type": "function", "function": dict(tool)} for tool in tools]
-        keys = {"tools": functions or None, "add_generation_prompt": generation, "tokenize": False}
+        keys = {"tools": functions(tools), "add_generation_prompt": generation, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(chat, **keys, **config.chat_template_kwargs))
 
     def _prompt(self, messages: Sequence[Message], tools: ToolSchemas = ()) -> list[int]:
@@ -360,7 +337,15 @@ class TextCodec:
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
-class TagRenderer(TextCodec):
+class ContextRenderer(TextCodec, Renderer):
+    """A renderer that can write whole contexts, including turns that were not sampled."""
+
+    def turn(self, message: Message, tools: ToolSchemas) -> list[int]:
+        """Token ids of a turn of the policy. Raises ConfigError."""
+        raise NotImplementedError
+
+
+class TagRenderer(ContextRenderer):
     """The tag protocol of ARPO and Tool-Star.
 
     `tools` are the JSON schemas of an env's `info["tools"]`: a tool named `search` has the tags
@@ -504,6 +489,11 @@ def _joined(messages: Sequence[Message]) -> list[Message]:
         else:
             found.append(message)
     return found
+
+
+def functions(tools: ToolSchemas) -> list[dict[str, Any]] | None:
+    """The tools as chat templates take them; None for none."""
+    return [{"type": "function", "function": dict(tool)} for tool in tools] or None
 
 
 def template_errors() -> tuple[type[Exception], ...]:

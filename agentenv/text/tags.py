@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 from agentenv.base.errors import ConfigError, ForeignError
@@ -66,7 +65,6 @@ def tagged_call(text: str, tool: ToolSchema) -> tuple[ToolCall, ...]:
     return (_object_call(name, written, tool),)
 
 
-@lru_cache(maxsize=16)  # a turn is read twice
 def call_start(text: str, name: str) -> int:
     """The offset of the call at the end of a text; -1 if its tag was never opened."""
     opened = f"<{name}>"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from msgspec.structs import replace
 
 from agentenv.assembly.serving.gpus import GIB
 from agentenv.assembly.serving.server_command import SERVER_BYTES
+from agentenv.base.config import read_toml
 from agentenv.base.disk import existing, free_bytes
 from agentenv.base.disk_errors import DIR_KEY, SHARED_MEMORY, WEIGHTS_KEY, explain
 from agentenv.base.errors import ConfigError, DataError
@@ -129,10 +129,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
 
 
 # By public name; a path that contains a name has its shape.
-KNOWN = msgspec.toml.decode(
-    (resources.files("agentenv.assembly.checks") / "model_shapes.toml").read_bytes(),
-    type=dict[str, ModelShape],
-)
+SHAPES = Path(__file__).with_name("model_shapes.toml")
+KNOWN = msgspec.convert(read_toml(SHAPES), dict[str, ModelShape])
 
 
 def find_shape(path: Path, quantization: str = "") -> ModelShape | None:
@@ -258,13 +256,7 @@ def learner_memory(
         gpu["gathered weights"] = LARGEST_FACTOR * largest + b * min(LIVE_ELEMENTS, whole)
     if config.zero_stage:
         gpu["buckets"] = 2 * b * min(BUCKET_ELEMENTS, whole)
-    gpu["activations"] = activation_bytes(
-        shape,
-        num_tokens,
-        b,
-        checkpointing=config.activation_checkpointing,
-        team=config.context_parallel,
-    )
+    gpu["activations"] = activation_bytes(shape, num_tokens, config)
     gradient = 4 * shape.embedding
     head = 0
     if config.lora is None:
@@ -300,15 +292,14 @@ def model_states(shape: ModelShape, config: LearnerConfig) -> Memory:
     return Memory(gpu, host)
 
 
-def activation_bytes(
-    shape: ModelShape, num_tokens: int, bytes_each: int, *, checkpointing: bool, team: int = 1
-) -> float:
+def activation_bytes(shape: ModelShape, num_tokens: int, config: LearnerConfig) -> float:
     """Bytes of the activations of one micro-batch, or of a rank's part of it: all layers, or with
-    `checkpointing` their inputs and one layer at a time. `team`: number of ranks that share it."""
-    layer = num_tokens * kept_per_token(shape, bytes_each, team)
-    if not checkpointing:
+    activation checkpointing their inputs and one layer at a time. The dtype must be resolved."""
+    b = bytes_of(config.dtype)
+    layer = num_tokens * kept_per_token(shape, b, config.context_parallel)
+    if not config.activation_checkpointing:
         return layer * (shape.layers + BACKWARD_FACTOR - 1)
-    return num_tokens * shape.layers * shape.hidden * bytes_each + layer * BACKWARD_FACTOR
+    return num_tokens * shape.layers * shape.hidden * b + layer * BACKWARD_FACTOR
 
 
 def kept_per_token(shape: ModelShape, bytes_each: int, team: int = 1) -> int:

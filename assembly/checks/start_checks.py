@@ -563,8 +563,7 @@ def refuse_forged(renderer: TagRenderer | NativeRenderer, tools: ToolSchemas) ->
 
 async def tokens_of_questions(assembly: RolloutAssembly[Any]) -> None:
     """Report the questions that contain control tokens, which are not broken there."""
-    engine = getattr(assembly.config, "engine", None)
-    if await assembly.model() is None and not isinstance(engine, OpenAIConfig):
+    if await assembly.model() is None and not isinstance(assembly.config.engine, OpenAIConfig):
         return  # the tokenizer is missing
     tasks = await assembly.tasks()
     for name, renderer in (await assembly.renderers()).items():

@@ -142,9 +142,8 @@ class RayCluster(WideCluster, frozen=True, kw_only=True, tag="ray"):
 
     def of_engine(self, launched: LaunchConfig) -> dict[str, float]:
         """The resources of an engine server."""
-        each = launched.tensor_parallel_size * launched.data_parallel_size
-        gpus = 0 if launched.device == "cpu" else each
-        return {"CPU": 1.0, "GPU": gpus / launched.per_gpu}
+        gpus = 0 if launched.device == "cpu" else launched.gpus_each
+        return {"CPU": 1.0, "GPU": gpus / launched.servers_per_gpu}
 
     def of_rank(self) -> dict[str, float]:
         """The resources of a learner rank."""

@@ -11,9 +11,8 @@ import re
 import shutil
 import sys
 import textwrap
-import tomllib
 from collections.abc import Iterator, Sequence
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,7 +21,7 @@ from msgspec import inspect as mi
 from msgspec.structs import fields
 
 from agentenv.base import registry
-from agentenv.base.config import registry_at, values_in
+from agentenv.base.config import read_toml, registry_at, values_in
 from agentenv.base.errors import ConfigError
 
 REQUIRED = "required"
@@ -336,7 +335,7 @@ def shown(value: Any) -> str:
         return f"{{ {inner} }}" if inner else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(shown, value))}]"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def values_of(config: Struct, base: Struct | None = None, path: str = "") -> Iterator[Value]:
@@ -386,8 +385,7 @@ def refuse_verl_keys(raw: dict[str, Any], source: str) -> None:
 @functools.cache
 def verl_keys() -> dict[str, tuple[str, str]]:
     """verl's key -> (our key, note), see verl_keys.toml."""
-    file = resources.files("agentenv.assembly.keys") / "verl_keys.toml"
-    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    table = read_toml(Path(__file__).with_name("verl_keys.toml"))
     return {theirs: (ours, note[0] if note else "") for theirs, (ours, *note) in table.items()}
 
 

@@ -193,12 +193,10 @@ class Questions(NamedTuple):
     renderer: Renderer
 
 
-def constraints_of(
-    engine: EngineConfig | None, sampling: Sampling, key: str, default: str
-) -> Constraints:
+def constraints_of(engine: EngineConfig, sampling: Sampling, key: str, default: str) -> Constraints:
     """The part of a program's requirements that the engine enforces; `default` is that of
     `structured_output`. Raises ConfigError with `key`."""
-    if engine is not None and engine.capabilities.can_guide:
+    if engine.capabilities.can_guide:
         return "calls" if (sampling.structured_output or default) == "prompt" else "all"
     if sampling.structured_output == "engine":
         raise ConfigError(
@@ -216,7 +214,7 @@ class RolloutAssembly(Assembly[WithRoles]):
     is_whole = False  # whether `sets` are all of a run, so that unused environments are mistakes
     tries_all = False  # environments are tried although the algorithm does not fork
 
-    sets: Mapping[str, SetConfig] = field(kw_only=True)
+    sets: dict[str, SetConfig] = field(default_factory=dict, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,8 +261,7 @@ class RolloutAssembly(Assembly[WithRoles]):
     def _constraints(self, one: SetConfig) -> Constraints:
         """See `constraints_of`; none for environments without a program."""
         default = "prompt" if one.key == TRAINED else "engine"
-        engine = getattr(self.config, "engine", None)
-        found = constraints_of(engine, one.sampling, one.key, default)
+        found = constraints_of(self.config.engine, one.sampling, one.key, default)
         choices = (one.env, *one.env.variants.values())
         return found if any("program" in env.kwargs for env in choices) else "none"
 

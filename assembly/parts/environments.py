@@ -165,14 +165,13 @@ class EnvMaker:
         with reported_as(ConfigError, f"{key}.id", ConfigError):
             factory = spec.load()
         parameters = _parameters(key, factory)
-        keywords = _keywords(parameters)
         kwargs = substituted(variant.kwargs, self._resolve)
         read = set()
         for name in rl.TABLES:
             own, table = getattr(variant, name, None), self._tables.get(name)
-            if own is not None and not _takes(keywords, name):
+            if own is not None and not _takes(parameters, name):
                 raise ConfigError(f"{key}.{name}: not used by {variant.id}; remove the table")
-            if not _takes(keywords, name) or (own is None and table is None):
+            if not _takes(parameters, name) or (own is None and table is None):
                 continue
             if name in kwargs:
                 raise ConfigError(
@@ -182,7 +181,7 @@ class EnvMaker:
             used = own if own is not None else table
             plain = substituted(msgspec.to_builtins(used), self._resolve)
             kwargs[name] = msgspec.convert(plain, type(used), dec_hook=decode_part)
-        if _takes(keywords, "constraints") and "**" not in keywords:
+        if any(one.name == "constraints" for one in parameters):
             kwargs["constraints"] = getattr(self.settings, "constraints", "none")
         _check_kwargs(f"{key}.kwargs", variant, parameters, {**spec.kwargs, **kwargs})
         tools = load_tools(variant.tools, self._resolve)
@@ -239,22 +238,15 @@ def _parameters(key: str, factory: Any) -> list[Parameter]:
     return parameters[1:]
 
 
-def _keywords(parameters: Sequence[Parameter]) -> set[str]:
-    """The keywords that a class or function accepts; includes "**" if it accepts any."""
-    named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
-    return named if len(named) == len(parameters) else {*named, "**"}
-
-
 def _check_kwargs(
     key: str, variant: rl.EnvChoice, parameters: Sequence[Parameter], given: Mapping[str, Any]
 ) -> None:
     """Raises ConfigError for keywords of the variant that the factory does not accept, and for
     required keywords that `given`, all keywords, lacks."""
-    keywords = _keywords(parameters)
     named = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     known = [one.name for one in named]
     for name in variant.kwargs:
-        if not _takes(keywords, name):
+        if not _takes(parameters, name):
             hint = not_one_of(name, known, "" if known else "no keyword arguments")
             raise ConfigError(f"{key}.{name}: unknown to {variant.id}; {hint}")
     for one in named:
@@ -262,8 +254,9 @@ def _check_kwargs(
             raise ConfigError(f"{key}.{one.name}: missing; {variant.id} requires it")
 
 
-def _takes(keywords: set[str], name: str) -> bool:
-    return name in keywords or "**" in keywords
+def _takes(parameters: Sequence[Parameter], name: str) -> bool:
+    """Whether a class or function with these parameters accepts a keyword."""
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 class EnvSettings(Struct, frozen=True, kw_only=True):
@@ -281,6 +274,5 @@ class EnvSettings(Struct, frozen=True, kw_only=True):
     def of(cls, config: Any, **more: Any) -> Self:
         """The settings in a configuration that has these keys, such as a set's, and `more`
         fields of a subclass."""
-        names = [one for one in cls.__struct_fields__ if one not in more and hasattr(config, one)]
-        found = {name: getattr(config, name) for name in names}
-        return cls(**found, **more)
+        names = [name for name in cls.__struct_fields__ if hasattr(config, name)]
+        return cls(**{name: getattr(config, name) for name in names} | more)

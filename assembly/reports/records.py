@@ -208,31 +208,39 @@ def trajectory_rows(tree: TrajectoryTree, decode: Decode) -> Iterator[Row]:
         yield _row(tree, trajectory, [one for node in trajectory.path for one in texts[node.index]])
 
 
+def facts(task: Task, trajectory: Trajectory) -> Row:
+    """The fields that rows of training and of evaluations share."""
+    leaf = trajectory.leaf
+    return {
+        "task": task.id,
+        "kind": task.kind,
+        "question": task.question,
+        "answers": list(task.answers),
+        "tool_calls": [
+            call for node in trajectory.path for call in node.info.get("tool_calls", ())
+        ],
+        "parts": dict(leaf.info.get("parts", {})),
+        "success": trajectory.success and leaf.end != FAILED,
+        "end": str(leaf.end),
+        "limit": leaf.limit and str(leaf.limit),
+        "error": leaf.error,
+        "endpoint": noted(leaf),
+    }
+
+
 def _row(tree: TrajectoryTree, trajectory: Trajectory, segments: list[Row]) -> Row:
     """A trajectory as a row of trajectories/STEP.jsonl."""
     leaf = trajectory.leaf
     temperatures = [node.temperature for node in trajectory.turns if node.action_ids]
     return {
-        "task": tree.task.id,
-        "kind": tree.task.kind,
-        "question": tree.task.question,
-        "answers": list(tree.task.answers),
+        **facts(tree.task, trajectory),
         "tree": tree.index,
         "branch": leaf.branch,
         "fork_parent": _fork_parent(trajectory),
         "segments": segments,
         "num_tokens": trajectory.num_tokens,
         "loss_mask": _runs(trajectory),
-        "tool_calls": [
-            call for node in trajectory.path for call in node.info.get("tool_calls", ())
-        ],
-        "reward": None if leaf.end == "failed" else trajectory.reward,
-        "parts": leaf.info.get("parts", {}),
-        "success": trajectory.success,
-        "end": leaf.end,
-        "limit": leaf.limit,
-        "error": leaf.error,
-        "endpoint": noted(leaf),
+        "reward": None if leaf.end == FAILED else trajectory.reward,
         "policy_versions": sorted(
             {span.version for node in trajectory.path for span in node.version_spans}
         ),

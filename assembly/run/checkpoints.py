@@ -12,7 +12,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,30 +74,6 @@ class Checkpoints:
         replace_folder(partial, path)
         return path
 
-    async def save(
-        self,
-        path: Path,
-        learner: DeepSpeedLearner,
-        state: msgspec.Struct,
-        keep_last: int,
-        needed: Collection[int] = (),
-    ) -> None:
-        """Write the checkpoint `path` atomically, unless it exists: model, learner and `state`.
-        Then remove old checkpoints, see `prune`."""
-        if path in await in_thread(self.finished):
-            return
-        partial = await in_thread(self.begin, path)
-        try:
-            await learner.export(partial)
-            await learner.save(partial / "trainer")
-            await in_thread(save_state, partial, state)
-            await in_thread(self.complete, partial)
-        except BaseException:  # the disk may be full, and other files need the space
-            with suppress(StallError):
-                await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
-            raise
-        await in_thread(self.prune, keep_last, needed)
-
     def prune(self, keep_last: int, needed: Collection[int] = ()) -> None:
         """Remove all checkpoints but the `keep_last` newest and the `needed` steps, and the
         leftovers of crashes."""
@@ -147,8 +123,8 @@ class SavingConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 @dataclass(eq=False)
 class Saver:
     """Writes the checkpoints of one run. `step` returns the current step, `snapshot` the state of
-    the run besides the learner's, and `needed` the steps to keep however old. `turn` is entered
-    around all commands to the learner. `phase`: see Checkpoints.path."""
+    the run besides the learner's. `needed`: the steps to keep however old. `phase`: see
+    Checkpoints.path."""
 
     config: SavingConfig
     checkpoints: Checkpoints
@@ -156,8 +132,7 @@ class Saver:
     view: View
     step: Callable[[], int]
     snapshot: Callable[[], msgspec.Struct]
-    needed: Callable[[], Collection[int]] = tuple
-    turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+    needed: Collection[int] = ()
     phase: str = STEP
 
     def __post_init__(self) -> None:
@@ -282,14 +257,29 @@ class Saver:
         async with self._one_at_a_time:
             if not self._is_consistent:
                 raise LearnerError("the weights are those of an incomplete step and are not saved")
-            async with self.turn():
+            async with self.learner.turn():
                 if not at_end:
                     await self._before()
-                state, keep_last = self.snapshot(), self.config.keep_last
-                await self.checkpoints.save(
-                    self._path(), self.learner, state, keep_last, self.needed()
-                )
+                await self._write()
             self._last = _now()
+
+    async def _write(self) -> None:
+        """Write the checkpoint of this step atomically, unless it exists: model, learner and state.
+        Then remove old checkpoints, see `Checkpoints.prune`."""
+        path, state, checkpoints = self._path(), self.snapshot(), self.checkpoints
+        if path in await in_thread(checkpoints.finished):
+            return
+        partial = await in_thread(checkpoints.begin, path)
+        try:
+            await self.learner.export(partial)
+            await self.learner.save(partial / "trainer")
+            await in_thread(save_state, partial, state)
+            await in_thread(checkpoints.complete, partial)
+        except BaseException:  # the disk may be full, and other files need the space
+            with suppress(StallError):
+                await within(CLEAN_S, "it", in_thread(shutil.rmtree, partial, True))
+            raise
+        await in_thread(checkpoints.prune, self.config.keep_last, self.needed)
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of this step is there."""

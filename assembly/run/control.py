@@ -18,8 +18,8 @@ import os
 import shutil
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Struct
 
 from agentenv.base.deadline import uncancelled
+from agentenv.base.disk import short_path
 from agentenv.base.errors import AgentEnvError, ConfigError, ForeignError
 from agentenv.base.offload import in_thread
 from agentenv.base.secrets import SECRETS
@@ -83,24 +84,11 @@ Reply = ControlRefused | RequestDone
 Answer = Callable[[ControlRequest], Awaitable[Reply]]
 
 
-# Path of the socket.
-
-
 def _user_of(connection: Any) -> int:
     """The user of the process at the other end, as the system reports it."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     uid: int = _PEER.unpack(found)[1]
     return uid
-
-
-@contextmanager
-def short_path(run: Path) -> Iterator[str]:
-    """A path of the run's socket below the system's length limit, however long the run's path."""
-    folder = os.open(run / FOLDER, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{folder}/{SOCKET}"
-    finally:
-        os.close(folder)
 
 
 def _listener(run: Path) -> socket.socket:
@@ -109,7 +97,7 @@ def _listener(run: Path) -> socket.socket:
     (run / FOLDER).mkdir(mode=0o700)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        with short_path(run) as path:
+        with short_path(run / FOLDER / SOCKET) as path:
             listener.bind(path)
             os.chmod(path, 0o600)
     except OSError:
@@ -201,14 +189,17 @@ def send(run: Path, request: ControlRequest, timeout_s: float | None = None) -> 
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)
         try:
-            with short_path(run) as short:
+            with short_path(path) as short:
                 connection.connect(short)
             user = _user_of(connection)
             if user != os.geteuid():
                 raise UnreachableError(f"{path} belongs to user {user}, not to you")
             with suppress(BrokenPipeError):  # the reply is already here
                 connection.sendall(msgspec.json.encode(request) + b"\n")
-            data = _received(connection)
+            with connection.makefile("rb") as file:
+                data = file.read(MAX_REPLY + 1)
+            if len(data) > MAX_REPLY:
+                raise OSError("its answer is too long")
         except TimeoutError as error:
             raise UnreachableError(
                 f"the run gave no answer within {timeout_s:g} s: its event loop is blocked, which "
@@ -230,13 +221,3 @@ def send(run: Path, request: ControlRequest, timeout_s: float | None = None) -> 
     if isinstance(reply, ControlRefused):
         raise ConfigError(reply.why)
     return reply
-
-
-def _received(connection: socket.socket) -> bytes:
-    parts, size = [], 0
-    while part := connection.recv(1 << 16):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_REPLY:
-            raise OSError("its answer is too long")
-    return b"".join(parts)

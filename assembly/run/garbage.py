@@ -74,8 +74,7 @@ async def _collect() -> None:
 
 def _peak_bytes() -> int:
     """The peak resident memory of this process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def share_heap() -> None:

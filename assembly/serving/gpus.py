@@ -7,18 +7,15 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import Struct
 
-from agentenv.assembly.keys.cluster import RayCluster
+from agentenv.assembly.keys.cluster import RayCluster, ResourcesConfig
 from agentenv.base.errors import ConfigError
 from agentenv.contract.engine import EngineConfig
 from agentenv.learners.keys import LearnerConfig
 from agentenv.processes.supervisor import GPUS
-
-if TYPE_CHECKING:
-    from agentenv.assembly.keys.cluster import ResourcesConfig
 
 GIB = 2.0**30
 ASSUMED_GPU_GIB = 80.0

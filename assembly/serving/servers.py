@@ -14,67 +14,54 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.assembly.serving.gpus import GpuPlan
 from agentenv.assembly.serving.server_command import command, environment, find_python, shared_cache
+from agentenv.base.deadline import cancel_all
 from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.offload import in_thread
 from agentenv.base.ports import hold_port, port_of
 from agentenv.base.registry import decode_part
-from agentenv.base.retries import Restarts
+from agentenv.base.retries import Backoff, Restarts
 from agentenv.contract.http_client import ServerClient
 from agentenv.contract.server_config import ROLES, LaunchConfig, RoleConfig, Served, read_key
 from agentenv.processes.supervisor import LocalProcess, ProcessSpec, log_tail, open_log
 
-POLL_S, HEALTH_S = 0.5, 5.0
+POLL_S = 0.5
 MAX_RESTARTS = 10  # of one server in a run
 REPORT_EVERY_S = 20.0
 NUM_TAIL_LINES, MAX_LINES, TAIL_BYTES = 25, 400, 65536
 MAX_LINE = 300  # characters of a log line in a message
-FIRST_BREAK_S, MAX_BREAK_S = 1.0, 30.0  # before a restart
+BREAKS = Backoff(1.0, 30.0)  # before a restart
 LOG_FOLDER = "servers"  # in the run's directory
 
 logger = logging.getLogger(__name__)
 
 
-class ServerSpec(Struct, frozen=True):
-    """A server to start. `name`: that of its log file; `url`: its future address."""
-
-    name: str
-    command: Sequence[str]
-    env: dict[str, str]
-    url: str
-    start_timeout_s: float
-
-
 class ServerProcess:
-    """A server process under its guard, with its log in `folder`. It is restarted when it dies, at
-    most MAX_RESTARTS times."""
+    """A server process under its guard, which will answer at `url`. It is restarted when it dies,
+    at most MAX_RESTARTS times."""
 
-    def __init__(self, spec: ServerSpec, folder: Path, report: Callable[[str], None]) -> None:
-        self.spec = spec
-        self.log = folder / f"{spec.name}.log"
-        self._report = report
-        # a working directory without modules that could shadow the engine's
-        process = ProcessSpec(
-            spec.name, [*spec.command], spec.env, str(self.log), cwd=str(self.log.parent)
-        )
-        self._process = LocalProcess(process)
-        self._restarts = Restarts(MAX_RESTARTS, spec.url, first_s=FIRST_BREAK_S, max_s=MAX_BREAK_S)
+    def __init__(
+        self, spec: ProcessSpec, url: str, start_timeout_s: float, report: Callable[[str], None]
+    ) -> None:
+        self.spec, self.url, self.log = spec, url, Path(spec.log)
+        self._start_timeout_s, self._report = start_timeout_s, report
+        self._process = LocalProcess(spec)
+        self._restarts = Restarts(MAX_RESTARTS, url, BREAKS)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Start the server and wait until it responds. Raises EngineError if it fails to start."""
-        self._report(f"{self.spec.name}: starting on {self.spec.url}, log in {self.log}")
+        self._report(f"{self.spec.name}: starting on {self.url}, log in {self.log}")
         await self._start()
         self._tasks.append(asyncio.create_task(self._keep()))
 
@@ -86,9 +73,7 @@ class ServerProcess:
     async def close(self) -> None:
         """Stop the server with all its processes; idempotent."""
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(tasks)
         await self._process.stop()
 
     async def _start(self) -> None:
@@ -104,15 +89,15 @@ class ServerProcess:
     async def _until_ready(self) -> None:
         loop = asyncio.get_running_loop()
         begin = reported = loop.time()
-        server = ServerClient(self.spec.url)
+        server = ServerClient(self.url)
         try:
-            while not await _answers(server):
+            while not await server.answers("/health"):
                 now = loop.time()
                 if self._process.status is not None:
                     raise EngineError(await in_thread(self._failure, await self._process.ended()))
-                if now - begin > self.spec.start_timeout_s:
+                if now - begin > self._start_timeout_s:
                     await self._process.stop()
-                    late = f"did not start within {self.spec.start_timeout_s:g} s"
+                    late = f"did not start within {self._start_timeout_s:g} s"
                     raise EngineError(await in_thread(self._failure, f"{late} (start_timeout_s)"))
                 if now - reported >= REPORT_EVERY_S:
                     reported = now
@@ -180,13 +165,6 @@ def root_cause(lines: Sequence[str]) -> str:
     return causes[0]
 
 
-async def _answers(server: ServerClient) -> bool:
-    with suppress(EngineError):
-        await server.call("GET", "/health", timeout_s=HEALTH_S)
-        return True
-    return False
-
-
 @dataclass(eq=False)
 class ServerFactory:
     """Starts the servers of a run. `folder`: for their logs; None: a temporary one. `stack` stops
@@ -222,22 +200,21 @@ class ServerFactory:
         `key`: the setting that errors name. Raises ConfigError for an impossible configuration, and
         EngineError for a server that fails to start.
         """
-        specs = await in_thread(self._specs, served, config, key)
-        started = [ServerProcess(spec, self._folder, self.report) for spec in specs]
+        started = await in_thread(self._made, served, config, key)
         for process in started:
             self.stack.push_async_callback(process.close)
         self.processes += started
         async with asyncio.TaskGroup() as group:
             for process in started:
                 group.create_task(process.start())
-        return [spec.url for spec in specs]
+        return [process.url for process in started]
 
     def follow(self, added: Callable[[str], None], removed: Callable[[str], None]) -> None:
         """Does nothing: local servers keep their URLs."""
 
-    def _specs(self, wanted: Served, config: LaunchConfig, key: str) -> list[ServerSpec]:
-        """The spec of each server; `wanted` has their common values."""
-        number, on_cpu = config.count, self.check(wanted, config, key)
+    def _made(self, wanted: Served, config: LaunchConfig, key: str) -> list[ServerProcess]:
+        """Each server; `wanted` has their common values."""
+        number, on_cpu = config.num_servers, self.check(wanted, config, key)
         python = find_python(wanted.engine, config, key)
         gpus: list[str] = []
         cache_bytes = 0
@@ -245,9 +222,9 @@ class ServerFactory:
             gpus = self.gpus.assign(
                 f"{key}.gpus", config.gpus, config.num_gpus, borrows=bool(wanted.colocated)
             )
-            if config.per_gpu > 1 or wanted.colocated == "at_once":
+            if config.servers_per_gpu > 1 or wanted.colocated == "at_once":
                 cache_bytes = shared_cache(wanted.model, config, gpus[0])
-        specs, host = [], "127.0.0.1" if config.host in ("0.0.0.0", "::", "") else config.host
+        made, host = [], "127.0.0.1" if config.host in ("0.0.0.0", "::", "") else config.host
         for index in range(number):
             served = replace(
                 wanted,
@@ -257,21 +234,23 @@ class ServerFactory:
                 on_cpu=on_cpu,
                 cache_bytes=cache_bytes,
             )
-            specs.append(
-                ServerSpec(
-                    name=f"{wanted.name}-{index}" if number > 1 else wanted.name,
-                    command=command(python, served, config),
-                    env=environment(served, config),
-                    url=f"http://{host}:{served.port}",
-                    start_timeout_s=config.start_timeout_s,
-                )
+            name = f"{wanted.name}-{index}" if number > 1 else wanted.name
+            spec = ProcessSpec(
+                name,
+                command(python, served, config),
+                environment(served, config),
+                str(self._folder / f"{name}.log"),
+                # a working directory without modules that could shadow the engine's
+                cwd=str(self._folder),
             )
-        return specs
+            url = f"http://{host}:{served.port}"
+            made.append(ServerProcess(spec, url, config.start_timeout_s, self.report))
+        return made
 
     def check(self, wanted: Served, config: LaunchConfig, key: str) -> bool:
         """Raises ConfigError for an impossible configuration, or a model that its servers cannot
         serve here. Returns whether they run on the CPU."""
-        if config.per_gpu > 1 and wanted.engine != "vllm":
+        if config.servers_per_gpu > 1 and wanted.engine != "vllm":
             raise ConfigError(f"{key}.servers_per_gpu: only vLLM's servers can share a GPU")
         if not wanted.model.is_dir():
             raise ConfigError(f"{key}: {wanted.model} is not a model directory")
@@ -288,7 +267,7 @@ class ServerFactory:
                 f"{key}.gpus: {config.gpus} are given, but the server runs on the CPU "
                 f"({'as configured' if config.device == 'cpu' else 'no GPU is visible'})"
             )
-        if config.tensor_parallel_size * config.data_parallel_size > 1:
+        if config.gpus_each > 1:
             raise ConfigError(
                 f"{key}: tensor_parallel_size and data_parallel_size need GPUs; none is visible"
             )

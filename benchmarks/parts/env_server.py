@@ -58,7 +58,6 @@ async def _run(folder: Path, sizes: Sequence[int], num_steps: int) -> dict[int, 
         sys.executable, "-m", "agentenv.launchers", "serve-env", "agentenv/Quickstart-v0",
         f"env.kwargs.corpus={folder}/kb.jsonl", f"data.train={folder}/train.jsonl", "port=0",
     ]  # fmt: skip
-    command += [f"max_sessions={max(sizes) + 1}"]
     server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert server.stdout is not None

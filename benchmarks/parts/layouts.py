@@ -98,7 +98,7 @@ def passes(
     policy.zero_grad()
     total = 0.0
     for batch in batches:
-        token_ids, positions, plan, source, targets = tensors(batch, device)
+        token_ids, positions, plan, source, targets, *_ = tensors(batch, device)
         if is_dense:
             plan = TreeLayout(batch.end, device, "dense")
         logprobs = policy(token_ids, positions, plan, source, targets)[0]

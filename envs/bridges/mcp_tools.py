@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -24,8 +23,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TextIO, cast
 
-from agentenv.base.errors import ConfigError, ForeignError, InfraError, MissingError, ToolError
-from agentenv.base.installation import install_hint
+from agentenv.base.errors import ConfigError, ForeignError, InfraError, ToolError, reported_as
+from agentenv.base.installation import needed
 from agentenv.base.secrets import SECRETS
 from agentenv.base.types import ToolResult
 from agentenv.base.untrusted import decode
@@ -91,10 +90,7 @@ class MCPTools:
             raise ConfigError("MCPTools: headers require url, and env requires command")
         if isinstance(only, str):
             raise ConfigError(f"MCPTools: only: expected a list of names, such as [{only!r}]")
-        if importlib.util.find_spec("mcp") is None:
-            raise MissingError(
-                f"MCPTools requires the package mcp, which is not installed: {install_hint('mcp')}"
-            )
+        needed("mcp", "mcp", "MCPTools")
         table = ("headers", headers) if url else ("env", env)
         extra = expanded("MCPTools", *table)
         key = ("mcp", tuple(command or ()), url, tuple(sorted(extra.items())))
@@ -174,10 +170,9 @@ class Connection:
         """The result of a call, in the package's form."""
         from mcp import MCPError
 
-        try:
+        # it worked at the start, so this is an infrastructure failure
+        with reported_as(InfraError, "", ConfigError):
             session, _ = await self._session()
-        except ConfigError as error:  # it worked at the start, so this is an infrastructure failure
-            raise InfraError(str(error)) from error
         owner = self._owner
         try:
             async with asyncio.timeout(timeout_s):

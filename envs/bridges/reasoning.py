@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from agentenv.base.errors import DataError
+from agentenv.base.errors import DataError, reported_as
 from agentenv.base.installation import needed
 from agentenv.base.registry import meant
 from agentenv.base.types import Message, Task
@@ -113,7 +113,10 @@ def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
     if name not in known:
         hint = meant(name, known, f"known: {', '.join(known)}")
         raise DataError(f"reasoning_gym:{name}: unknown task; {hint}")
-    try:
+    who = f"reasoning_gym:{name}: source = {dict(keys)}"
+    remedy = f"; it takes {', '.join(known[name][1].__dataclass_fields__)}"
+    # of the package's checks, or of a value of the wrong kind
+    with reported_as(DataError, who, Exception, end=remedy):
         own, parts = dict(keys), [name]
         if name == "composite":
             spec = needed("reasoning_gym.composite", "reasoning-gym", "composite").DatasetSpec
@@ -122,11 +125,6 @@ def _dataset(name: str, keys: Mapping[str, Any]) -> Any:
         for part in BROKEN.keys() & parts:
             raise ValueError(f"the scorer of {part} pays {BROKEN[part]}; choose another task")
         return gym.create_dataset(name, **own)
-    except Exception as error:  # of the package's checks, or of a value of the wrong kind
-        fields = ", ".join(known[name][1].__dataclass_fields__)
-        raise DataError(
-            f"reasoning_gym:{name}: source = {dict(keys)}: {error}; it takes {fields}"
-        ) from error
 
 
 def _plain(value: Any) -> Any:

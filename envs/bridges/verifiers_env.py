@@ -245,7 +245,7 @@ if __name__ == "__main__":
 import copy
 import subprocess
 
-from agentenv.base.errors import ConfigError, DataError, EnvError
+from agentenv.base.errors import ConfigError, DataError, EnvError, reported_as
 from agentenv.base.installation import install_hint
 from agentenv.base.offload import kill, start_process
 from agentenv.base.types import Info, Limit, Message, Task
@@ -279,10 +279,9 @@ def rows(name: str, options: Mapping[str, Any], *, held_out: bool) -> Iterator[J
         raise DataError(f"verifiers:{name}: source has the keys {', '.join(taken)}, not {unknown}")
     settings = {**taken, **options, "name": name, "held_out": held_out}
     command = [settings["python"], __file__, json.dumps(settings)]
-    try:
+    who = f"verifiers:{name}: loading its rows failed"
+    with reported_as(DataError, who, OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, input=b"", timeout=ROWS_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise DataError(f"verifiers:{name}: loading its rows failed: {error}") from error
     found = [*map(decode_loose, done.stdout.splitlines())]
     if not found or isinstance(found[-1], dict):
         problem = found[-1]["problem"] if found else done.stderr.decode(errors="replace")

@@ -76,17 +76,17 @@ _RUN = re.compile(r"(\s)\1{3,}")
 MIN_WORDS = 3  # of a clause; fewer may be a name
 
 
-def undecorated(answer: str, golds: Sequence[str], *, is_named: bool) -> str:
-    """The answer without its decoration, or unchanged if nothing would remain. `is_named`: the gold
-    is a name, an amount or a date, which no clause of plain words can be."""
-    holds = _holder(golds)
+def without_decoration(gold: Gold, answer: str) -> str:
+    """The answer without its decoration, or unchanged if nothing would remain."""
+    holds = _holder(gold.forms)
     text = _RUN.sub(r"\1\1\1", answer)  # the forms below try each space of a run
     text = _with_notes(_with_tags(text), holds)
     for name, of_kind in _KINDS.items():
-        if name == "reference" and any(map(_THING.search, golds)):
+        if name == "reference" and any(map(_THING.search, gold.forms)):
             continue  # Article 5 for Article Five
         text = _without(text, of_kind, holds, keeps=name in ("wrapper", "table", "lead"))
-    if is_named:
+    is_named = gold.is_named if gold.kind == "words" else gold.kind not in ("list", "special")
+    if is_named:  # a name, an amount or a date, which no clause of plain words can be
         text = _without_clauses(text, holds)
     return text if re.search(r"\w", text) else answer
 
@@ -199,27 +199,17 @@ _LABEL = re.compile(r"^\W*[A-Ja-j](?:\W+|$)")
 _DOUBT = _TABLES.pattern("doubt", re.I)
 
 
-def without_decoration(gold: Gold, text: str) -> str:
-    """An answer without its decoration."""
-    is_named = gold.is_named if gold.kind == "words" else gold.kind not in ("list", "special")
-    return undecorated(text, gold.forms, is_named=is_named)
-
-
 def is_named_in(gold: Gold, text: str) -> bool:
     """Whether a text without rivals names the gold in a part of its own, without a doubt."""
     parts = parts_of(gold, text)
     if gold.kind in ("choice", "truth", "math") or not parts:
         return False
-    if gold.kind == "number" and not all(
-        part.meets or _is_explanation(gold, part) for part in parts
-    ):
+    if gold.kind == "number" and not all(part.meets or _is_explanation(part) for part in parts):
         return False  # a formula, which mathematics compares
     if gold.kind == "number" and BETWEEN.match(text):
         return False
     if all(part.meets for part in parts):
         return _DOUBT.search(text) is None
-    if len(parts) < 2:
-        return False
     if is_hedged(text):
         return False
     return any(part.meets for part in parts) and not any(_changes(gold, part) for part in parts)
@@ -230,7 +220,7 @@ def is_framed_in(gold: Gold, text: str) -> bool:
     return is_framed(text, gold.forms, is_word=gold.kind in ("truth", "choice"))
 
 
-def _is_explanation(gold: Gold, part: Part) -> bool:
+def _is_explanation(part: Part) -> bool:
     """Whether a part is words, another form of the amount, its calculation or a bracket."""
     bare = clean(part.text)
     if is_wordy(bare) or amount_of(bare) is not None:
@@ -268,7 +258,7 @@ def rivals_in(gold: Gold, text: str) -> Rivals:
     if others or (len(parts) < 2 and gold.kind != "date"):
         return Rivals(tuple(others))
     if gold.kind == "math":
-        return _other_expressions(gold, text, parts)
+        return _other_expressions(parts)
     found: list[str] = []
     is_aside = False
     for part, after in zip_longest(parts, parts[1:]):
@@ -328,7 +318,7 @@ def _other_letters(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
     return Rivals()
 
 
-def _other_expressions(gold: Gold, text: str, parts: Sequence[Part]) -> Rivals:
+def _other_expressions(parts: Sequence[Part]) -> Rivals:
     """Expressions beside the gold, if a part alone is an expression that may be the gold."""
     others = [part for part in parts if not part.meets]
     names = [

@@ -17,10 +17,9 @@ import math
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from agentenv.base.errors import ConfigError, GraderError, InfraError, reported_as
 from agentenv.base.types import SYSTEM_KEY, Message, Task
@@ -79,11 +78,7 @@ class CustomGrader:
     ) -> Grade:
         """Raises GraderError when the function raises, GraderDownError when no process is
         available."""
-        payload = {
-            "task": pickle.dumps(task),  # of its row, whose values keep their types
-            "written": msgspec.to_builtins(list(written)),
-            "calls": dict(calls),
-        }
+        payload = pickle.dumps((task, list(written), dict(calls)))  # values keep their types
         where = f"task {task.id}: {self.name} of {self.path}"
         try:
             await self.start()
@@ -117,7 +112,8 @@ OURS = ("task", "written", "calls")
 
 
 class CustomFunction:
-    """Callable with {"task", "written", "calls"}: {"score", "success" or None, "parts", "reason"}.
+    """Callable with a pickled task, the messages and the calls: {"score", "success" or None,
+    "parts", "reason"}.
 
     Made in the process that forks, so the user's module is imported once.
     """
@@ -139,15 +135,14 @@ class CustomFunction:
         self._taken = _taken(found, name)
         self._solution_str = solution_str
 
-    def __call__(self, payload: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, payload: bytes) -> dict[str, Any]:
         """Raises the error of the user's function, and TypeError for a result of another kind."""
-        task: Task = pickle.loads(payload["task"])
-        written = msgspec.convert(payload["written"], list[Message])
+        task, written, calls = pickle.loads(payload)
         if self._taken:
             given = verl_arguments(task, written, self._solution_str)
             outcome = self._function(**{key: given[key] for key in self._taken})
         else:
-            outcome = self._function(task, written, payload["calls"])
+            outcome = self._function(task, written, calls)
         if inspect.iscoroutine(outcome):
             outcome = asyncio.run(outcome)
         return checked(outcome)
@@ -238,16 +233,13 @@ def _taken(function: Callable[..., Any], name: str) -> tuple[str, ...]:
     """The arguments of verl that the function takes; none for a function of our form."""
     if not callable(function):
         raise TypeError(f"{name!r} is not a function")
-    parameters = inspect.signature(function).parameters
+    signature = inspect.signature(function)
+    parameters = signature.parameters
     if parameters.keys() >= NEEDED:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         taken = tuple(key for key in VERL if takes_all or key in parameters)
-        needed = {
-            key
-            for key, one in parameters.items()
-            if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-        }
-        if needed <= {*taken}:
+        with suppress(TypeError):  # it needs more
+            signature.bind(**dict.fromkeys(taken))
             return taken
     elif tuple(parameters)[:3] == OURS:
         return ()

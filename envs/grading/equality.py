@@ -1,97 +1,26 @@
-"""Equal formulas: read as a whole by latex2sympy, compared by SymPy in exact terms.
-
-A text counts as a formula only if all of it was read: the grammar consumes it to its end, and each
-run of digits affects the result. `values.py` compares the results.
-"""
+"""Equal formulas, compared by the workers of values.py; dangerous ones are refused."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import re
-import sys
-from fractions import Fraction
-from typing import Any
 
 from agentenv.base.errors import InfraError, MissingError
 from agentenv.base.installation import install_hint
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.untrusted import decode
 from agentenv.contract.env import shared
-from agentenv.envs.grading.formulas import Reader, readable
-from agentenv.envs.grading.numbers import long_decimals
 from agentenv.envs.grading.text import Tables
-from agentenv.envs.grading.values import Values
 from agentenv.envs.grading.verdict import GraderDownError
 from agentenv.processes.worker_pool import JobError, JobStoppedError, WorkerPool
-
-_APPROXIMATED = re.compile(r"\\approx(?![A-Za-z])|\N{ALMOST EQUAL TO}")
-_PLAIN_DECIMAL = re.compile(r"-?\d{1,40}(?:\.(\d{1,40}))?")
-_TABLES = Tables("formulas")
-_NAME = r"\\?[A-Za-z]+(?:_\{?\w+\}?)?"
-
-
-# The worker.
-
-WARM: list[list[str]] = _TABLES["warm"]
-
-
-class Equality:
-    """Callable with {"gold", "answer"}: whether the two formulas are equal."""
-
-    def __init__(self) -> None:
-        sys.set_int_max_str_digits(100_000)
-        for gold, answer in WARM:  # before the first fork: a grammar caches as it reads
-            self({"gold": gold, "answer": answer})
-
-    def __call__(self, payload: dict[str, Any]) -> bool:
-        """Raises the errors of SymPy for expressions that it cannot evaluate."""
-        gold, answer = payload["gold"], payload["answer"]
-        decimals = long_decimals(gold, answer)
-        return any(
-            self._same(one, other, decimals)
-            for one in self._forms(gold)
-            for other in self._forms(answer)
-        )
-
-    def _same(self, gold: str, answer: str, decimals: dict[Fraction, int]) -> bool:
-        texts = [form for form in map(readable, (gold, answer)) if form is not None]
-        if len(texts) < 2:
-            return False
-        reader = Reader(*texts)
-        try:
-            found = [reader.read(text) for text in texts]
-        except Exception:  # the grammar, or SymPy, does not know it: no formula
-            return False
-        if not Values(decimals).same(found[0], found[1]):
-            return False
-        return all(map(reader.is_whole, texts, found))
-
-    def _forms(self, text: str) -> list[str]:
-        """Both sides of a text that gives an exact value and its approximation, if they agree."""
-        parts = [part.strip() for part in _APPROXIMATED.split(text)]
-        if len(parts) != 2 or not all(parts):
-            return [text]
-        if re.fullmatch(_NAME, parts[0]):
-            return parts[1:]
-        decimal, form = _PLAIN_DECIMAL.fullmatch(parts[1]), readable(parts[0].rpartition("=")[2])
-        if decimal is None or form is None:
-            return [text]
-        try:
-            value = Fraction(str(Reader(form).read(form).evalf(30)))
-        except Exception:  # the grammar, or SymPy, does not know it, or it is no real number
-            return [text]
-        places = len(decimal[1] or "")
-        return parts if abs(value - Fraction(decimal[0])) <= Fraction(1, 10**places) else [text]
-
 
 # Expressions that are never evaluated: they would run forever or fill the memory.
 
 MAX_CHARS = 600
 MAX_DEPTH = 20
 
-_RISKS = _TABLES.patterns("risks")
+_RISKS = Tables("formulas").patterns("risks")
 
 
 def risk_of(expression: str) -> str:
@@ -128,7 +57,7 @@ class MathEquivalence:
     def __init__(self, limit_s: float = LIMIT_S) -> None:
         self.limit_s = limit_s
         self._pool = WorkerPool(
-            "agentenv.envs.grading.equality:Equality",
+            "agentenv.envs.grading.values:Equality",
             name="math",
             memory_bytes=MEMORY_BYTES,
             environment={},
@@ -180,9 +109,9 @@ class MathEquivalence:
         self._pool.close()
 
 
-def shared_math(limit_s: float = LIMIT_S) -> MathEquivalence:
+def shared_math() -> MathEquivalence:
     """The workers that all episodes of this process share."""
-    return shared(("math equivalence", limit_s), lambda: MathEquivalence(limit_s))
+    return shared("math equivalence", MathEquivalence)
 
 
 def _read(verdict: bytes) -> tuple[bool, str]:

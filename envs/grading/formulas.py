@@ -6,9 +6,7 @@ and all real numbers greater than 2 as (2,\infty), 40 in base nine as 40_9.
 
 from __future__ import annotations
 
-import importlib
 import re
-from typing import Any
 
 from agentenv.envs.grading.numbers import words_as_digits
 from agentenv.envs.grading.quantities import Quantity, quantity
@@ -143,99 +141,3 @@ def condition(text: str) -> str:
         if _PROSE.search(one) or not (_COMPARED.search(one) or _NUMBERS.fullmatch(one)):
             return text
     return r" \lor ".join(map(r" \land ".join, parts))
-
-
-_READING_TABLES = Tables("reading")
-
-MAX_RUNS = 16  # of digits that are changed, one after the other
-
-_DECIMAL = re.compile(r"(?<![\d.])(\d{0,40})\.(\d{1,40})(?![\d.])")
-_GROUPED = _READING_TABLES.pattern("grouped")
-_EXPONENT = re.compile(r"(?<![\w.}])(\d{1,40}(?:\.\d{1,40})?)[eE]([+-]?\d{1,4})(?![\w.{])")
-_MIXED = _READING_TABLES.pattern("mixed")
-_PRIMES = re.compile(r"(?<![A-Za-z\\])([A-Za-z])('{1,4})(?!')")
-_PRODUCTS = _READING_TABLES.rewrites("products")
-_UNREAD = _READING_TABLES.pattern("unread")
-_RUN = re.compile(r"\d+")
-
-
-def readable(text: str) -> str | None:
-    """A cleaned formula as latex2sympy reads it: decimals as fractions, i for the root of -1,
-    primes in names; None for a text with a part that it would omit."""
-    text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.replace("$", "").strip().removeprefix("="))
-    text = _GROUPED.sub(lambda match: re.sub(r"[ ,]", "", match[0]), text)
-    text = _DECIMAL.sub(_as_fraction, text)
-    text = _PRIMES.sub(lambda match: f"{match[1]}_{{{'p' * len(match[2])}}}", text)
-    text = _MIXED.sub(_as_sum, text.rstrip("\N{DEGREE SIGN} "))
-    text = rewritten(text, _PRODUCTS)
-    return None if _UNREAD.search(text) else text
-
-
-def _as_fraction(match: re.Match[str]) -> str:
-    digits = (match[1] + match[2]).lstrip("0") or "0"
-    return rf"\frac{{{digits}}}{{{10 ** len(match[2])}}}"
-
-
-def _as_sum(match: re.Match[str]) -> str:
-    if int(match[2]) >= int(match[3]):
-        return rf"{match[1]}\cdot \frac{{{match[2]}}}{{{match[3]}}}"
-    return rf"({match[1]}+\frac{{{match[2]}}}{{{match[3]}}})"
-
-
-class Reader:
-    """Reads two formulas alike: letters of either case are distinct where one text contains both
-    cases of a letter."""
-
-    def __init__(self, *texts: str) -> None:
-        package = importlib.import_module("latex2sympy2_extended")
-        module = importlib.import_module("latex2sympy2_extended.latex2sympy2")
-        self._config = module.ConversionConfig(
-            lowercase_symbols=not any(_has_both_cases(text) for text in texts)
-        )
-        self._normal = package.NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none"
-        )
-        self._module = module
-        self._sympy = importlib.import_module("sympy")
-
-    def read(self, text: str) -> Any:
-        """The expression of a whole text. Raises the errors of latex2sympy."""
-        for sign, joined in ((r"\lor", ("Or", "Union")), (r"\land", ("And", "Intersection"))):
-            if sign in text:
-                parts = [self.read(part) for part in text.split(sign)]
-                are_sets = any(isinstance(part, self._sympy.Set) for part in parts)
-                return getattr(self._sympy, joined[are_sets])(*parts)
-        found = self._expression(text)
-        is_member = isinstance(found, self._sympy.Eq) and isinstance(found.rhs, self._sympy.Set)
-        return found.rhs if is_member else found
-
-    def _expression(self, text: str) -> Any:
-        return self._module.latex2sympy(
-            self._module.normalize_latex(text, self._normal),
-            is_real=True,
-            convert_degrees=False,
-            normalization_config=None,
-            conversion_config=self._config,
-        )
-
-    def is_whole(self, text: str, found: Any) -> bool:
-        """Whether each run of digits matters: the number is in the expression, or another number
-        makes another expression."""
-        held = set(_RUN.findall(str(found)))
-        runs = [run for run in _RUN.finditer(text) if (run[0].lstrip("0") or "0") not in held]
-        return all(self._matters(text, run, found) for run in runs[:MAX_RUNS])
-
-    def _matters(self, text: str, run: re.Match[str], found: Any) -> bool:
-        for other in (str(int(run[0]) + 7), "0"):
-            try:
-                changed = self.read(f"{text[: run.start()]}{other}{text[run.end() :]}")
-            except Exception:  # any error of the grammar or SymPy: the digits were read
-                return True
-            if changed != found:
-                return True
-        return False
-
-
-def _has_both_cases(text: str) -> bool:
-    letters = set(re.findall(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", text)) - {"i", "I"}
-    return any(letter.swapcase() in letters for letter in letters)

@@ -6,7 +6,6 @@ An answer is compared with the gold as that kind; nothing is right because it co
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal
 
@@ -15,7 +14,7 @@ from msgspec import Struct
 from agentenv.base.errors import ForeignError
 from agentenv.base.untrusted import decode_python
 from agentenv.envs.grading import dates, forms
-from agentenv.envs.grading.forms import several, special, truth, without_name
+from agentenv.envs.grading.forms import Compare, several, special, truth, without_name
 from agentenv.envs.grading.parts import amount_of, is_named, is_range, is_split, rank_of
 from agentenv.envs.grading.quantities import Quantity
 from agentenv.envs.grading.text import LEVELS, Tables, alternatives, clean, named_again, unify
@@ -124,7 +123,6 @@ Kind = Literal[
     "identifier", "choice", "truth", "special", "date", "time", "span", "number", "list", "words",
     "math",
 ]  # fmt: skip
-Same = Callable[[str, str], bool | None]
 MAX_PIECED_CHARS = 200
 MAX_ALONE_CHARS = 200  # of the gold in other words, with nothing beside it
 _DASHED = re.compile(r"[\w}]%?\s+[-\u2013\u2014~]\s+.*[^\W\d_]{2}|\.[~\uff5e]")
@@ -137,7 +135,7 @@ class Gold(Struct, frozen=True, eq=False):
     text: str
     forms: tuple[str, str]
     kind: Kind
-    same: Same
+    same: Compare
     is_named: bool
     is_split: bool
     rank: int
@@ -146,7 +144,7 @@ class Gold(Struct, frozen=True, eq=False):
     own: tuple[Gold, ...] = ()
 
 
-def gold_of(given: str, same: Same) -> Gold:
+def gold_of(given: str, same: Compare) -> Gold:
     """The typed gold of a text."""
     text = clean(given)
     kind = kind_of(text)

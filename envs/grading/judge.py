@@ -28,7 +28,7 @@ from agentenv.contract.http_client import MalformedReplyError, RefusedError
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.verdict import GraderDownError, Matcher, Verdict, shown
 from agentenv.text.call_syntax import without_thoughts
-from agentenv.text.chat_model import ChatModel, fenced, read_reply
+from agentenv.text.chat_model import ChatModel, fenced
 
 PROMPT_VERSION = 2  # part of the cache key: a changed prompt is sent again
 MAX_CACHED = 50_000
@@ -119,7 +119,7 @@ class Judge:
         """Raises GraderError without a reply of the server, GraderDownError if that may pass."""
         if not answer.strip():
             parts = {} if self.first is None else {"rule": 0.0}
-            return Verdict(False, 0.0, "wrong: no answer", "judge", parts)
+            return Verdict(False, 0.0, "wrong: no answer", parts)
         found = None if self.first is None else await self.first.verdict(question, answer, golds)
         rule = {} if found is None else {"rule": float(found.right)}
         if found is not None and found.right:
@@ -133,9 +133,7 @@ class Judge:
             reason = f"wrong: the judge returned no verdict but {shown(reply)!r}"
         else:
             reason = f"{'right' if right else 'wrong'}: {shown(answer)!r} by the judge"
-        return Verdict(
-            bool(right), float(bool(right)), reason, "judge", {**rule, **self._parts(reply)}
-        )
+        return Verdict(bool(right), float(bool(right)), reason, {**rule, **self._parts(reply)})
 
     def stats(self) -> dict[str, float]:
         """Requests to the model; a cached verdict costs none."""
@@ -167,7 +165,7 @@ class Judge:
 
     async def _request(self, body: dict[str, Any]) -> bytes:
         try:
-            reply = read_reply(await self._model.reply(body))
+            reply = await self._model.reply(body)
         except (RefusedError, MalformedReplyError, EngineDeadError) as error:
             raise GraderError(f"the judge failed: {error}") from error
         except EngineError as error:

@@ -10,7 +10,7 @@ from msgspec import NODEFAULT, Struct, defstruct, field
 from msgspec.structs import asdict, replace
 
 from agentenv.base.config import ESSENTIAL, PATH, about, build_config
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.registry import Registry
 from agentenv.contract.env import Grader
 from agentenv.contract.server_config import ChatModelConfig
@@ -76,21 +76,17 @@ def _keys_of(found: Any) -> type[GraderPart] | None:
     if not (isinstance(found, type) and callable(getattr(found, "grade", None))):
         return None
     fields: list[tuple[str, Any, Any]] = []
-    try:
+    who = f"the constructor arguments of {found.__name__} cannot be keys"
+    remedy = "; derive it from agentenv.envs.grading.keys.GraderPart"
+    with reported_as(ConfigError, who, TypeError, ValueError, NameError, end=remedy):
         types = get_type_hints(found.__init__)  # type: ignore[misc]
         for one in inspect.signature(found).parameters.values():
             if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
                 value = NODEFAULT if one.default is one.empty else one.default
                 fields.append((one.name, types.get(one.name, Any), field(default=value)))
-    except (TypeError, ValueError, NameError) as error:
-        raise ConfigError(
-            f"the constructor arguments of {found.__name__} cannot be keys: {error}; derive it "
-            "from agentenv.envs.grading.keys.GraderPart"
-        ) from error
-    names = [name for name, _, _ in fields]
 
     def build(keys: GraderPart) -> Grader:
-        return cast(Grader, found(**{name: getattr(keys, name) for name in names}))
+        return cast(Grader, found(**asdict(keys)))
 
     part = defstruct(
         found.__name__,

@@ -17,12 +17,11 @@ from msgspec import Struct
 
 from agentenv.base.offload import in_thread
 from agentenv.envs.grading import candidates, dates, forms, quantities
-from agentenv.envs.grading.equality import LIMIT_S, shared_math
+from agentenv.envs.grading.equality import shared_math
 from agentenv.envs.grading.forms import same_answers, special, truth, truth_of, without_name
 from agentenv.envs.grading.formulas import formulas
 from agentenv.envs.grading.gold import (
     Gold,
-    Same,
     gold_of,
     identifier,
     is_written,
@@ -39,7 +38,7 @@ from agentenv.envs.grading.parts import amount_of
 from agentenv.envs.grading.quantities import same_quantity
 from agentenv.envs.grading.sentences import affirmed, is_denied, states
 from agentenv.envs.grading.text import MAX_ANSWER_CHARS, Tables, clean, last_correction, squashed
-from agentenv.envs.grading.verdict import Verdict, final_answer, shown
+from agentenv.envs.grading.verdict import Matcher, Verdict, final_answer, shown
 from agentenv.envs.grading.words import f1, glued, is_wordy, same_signs, tokens
 
 QUICK_CHARS = 100
@@ -64,27 +63,22 @@ class Layered:
     candidates; with `ordered` the order of a list counts."""
 
     def __init__(
-        self,
-        *,
-        math: bool = True,
-        partial_credit: bool = False,
-        ordered: bool = False,
-        limit_s: float = LIMIT_S,
+        self, *, math: bool = True, partial_credit: bool = False, ordered: bool = False
     ) -> None:
         self.partial_credit, self.ordered = partial_credit, ordered
-        self._uses_math, self._limit_s = math, limit_s
+        self._uses_math = math
 
     async def start(self) -> None:
         """Load the registry of units, and math-verify, if it is used."""
         await in_thread(quantities.load)
         if self._uses_math:
-            await shared_math(self._limit_s).start()
+            await shared_math().start()
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if any gold is met; otherwise the reason of the nearest miss."""
         if len(answer) > MAX_ANSWER_CHARS:
             reason = f"wrong: the answer is longer than {MAX_ANSWER_CHARS} characters"
-            return Verdict(False, 0.0, reason, "length")
+            return Verdict(False, 0.0, reason)
         unsure, misses = [], []
         for gold in golds:
             if len(answer) <= QUICK_CHARS:
@@ -98,19 +92,17 @@ class Layered:
             else:
                 misses.append(found.layer)
         why = f"not equal by {misses[0]}" if misses else "no gold answer"
-        layer = misses[0] if misses else ""
         if ONE_ANSWER in misses:
-            why, layer = "the answer lists several", ONE_ANSWER
+            why = "the answer lists several"
         for gold, found in unsure if self._uses_math else ():
             right, why = await self._equal(found, gold)
-            layer = "math"
             if right:
                 return _right(answer, gold, found.layer if found.agrees else "math")
         if unsure and not self._uses_math:
-            layer, why = "string", "different expressions, and math is off"
+            why = "different expressions, and math is off"
         score = self._partial(answer, golds)
         reason = f"wrong: {shown(answer)!r} against {shown(str(list(golds)))}: {why}"
-        return Verdict(False, score, reason, layer, {"f1": score} if score else {})
+        return Verdict(False, score, reason, {"f1": score} if score else {})
 
     async def _equal(self, found: Finding, gold: str) -> tuple[bool, str]:
         """Whether mathematics finds the answer equal, and no part of it another expression."""
@@ -123,7 +115,7 @@ class Layered:
         return False, "the answer lists several"
 
     async def _same(self, answer: str, gold: str) -> tuple[bool, str]:
-        equal = shared_math(self._limit_s).equal
+        equal = shared_math().equal
         right, why = await equal(*expressions(answer, gold))
         pairs = forms.in_order(clean(answer), clean(gold)) if right and self.ordered else ()
         for pair in pairs:  # math compares lists as sets
@@ -137,23 +129,20 @@ class Layered:
         return max((f1(answer, gold) for gold in golds if is_wordy(clean(gold))), default=0.0)
 
 
-class TokenF1:
+class TokenF1(Matcher):
     """The matcher of `kind = "f1"`: SQuAD token F1 as score, right at 1. An answer that names the
     gold and another candidate scores 0: half of F1 for two guesses would reward guessing."""
-
-    async def start(self) -> None:
-        """Nothing to get ready."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """The score of the nearest gold; Chinese, Japanese and Korean text counts by characters."""
         if len(answer) > MAX_ANSWER_CHARS:
-            return Verdict(False, 0.0, "wrong answer: too long", "f1")
+            return Verdict(False, 0.0, "wrong answer: too long")
         score = max((f1(answer, gold) for gold in golds), default=0.0)
         if 0 < score < 1 and await in_thread(names_several, answer, golds):
-            return Verdict(False, 0.0, "wrong answer: it lists several", ONE_ANSWER)
+            return Verdict(False, 0.0, "wrong answer: it lists several")
         right = score >= 1.0
         reason = f"{'right' if right else 'wrong'} answer, F1 {score:.3f}: {shown(answer)}"
-        return Verdict(right, score, reason, "f1")
+        return Verdict(right, score, reason)
 
 
 def same_dot(answer: str, gold: str) -> bool:
@@ -182,7 +171,7 @@ def names_several(answer: str, golds: Sequence[str]) -> bool:
 
 
 def _right(answer: str, gold: str, layer: str) -> Verdict:
-    return Verdict(True, 1.0, f"right: {shown(answer)!r} equals {shown(gold)!r} by {layer}", layer)
+    return Verdict(True, 1.0, f"right: {shown(answer)!r} equals {shown(gold)!r} by {layer}")
 
 
 class Finding(Struct, frozen=True):
@@ -276,7 +265,7 @@ def _gold(gold: str, ordered: bool) -> Gold:
     return gold_of(gold, _same(ordered))
 
 
-def _same(ordered: bool) -> Same:
+def _same(ordered: bool) -> forms.Compare:
     return lambda one, other: _compare(one, other, ordered)[0]
 
 
@@ -308,7 +297,7 @@ def _agree(answer: str, gold: str, ordered: bool = False) -> tuple[bool | None, 
     return states(found, wanted, lambda text: same(clean(text), wanted) is True), layer
 
 
-def _with_notes(found: str, wanted: str, same: Same) -> bool:
+def _with_notes(found: str, wanted: str, same: forms.Compare) -> bool:
     """Whether they agree without a note in brackets: 72 (seventy-two), 5 ft (1.5 m) long."""
     notes = [_NOTE.findall(text) for text in (found, wanted)]
     if not any(notes) or any(map(is_denied, notes[0] + notes[1])):
@@ -320,7 +309,7 @@ def _with_notes(found: str, wanted: str, same: Same) -> bool:
     return is_note or same(*bare) is True
 
 
-def _by_lines(answer: str, wanted: str, same: Same) -> bool:
+def _by_lines(answer: str, wanted: str, same: forms.Compare) -> bool:
     """Whether the first line is the gold, and the others deny nothing."""
     first, _, rest = answer.strip().partition("\n")
     if not rest or is_denied(answer) or len(rest.strip().splitlines()) > MAX_LINES:

@@ -16,7 +16,7 @@ from agentenv.envs.grading import dates
 from agentenv.envs.grading.forms import truth
 from agentenv.envs.grading.names import STATES, country_of, is_titled, provinces
 from agentenv.envs.grading.numbers import leading_number, words_as_digits
-from agentenv.envs.grading.quantities import Quantity, quantity, unit_of
+from agentenv.envs.grading.quantities import PERCENT, Quantity, quantity, unit_of
 from agentenv.envs.grading.text import Cut, Joint, Tables, clean, lines, marks, sentences, unify
 from agentenv.envs.grading.words import has_cjk, is_wordy, tokens
 
@@ -113,7 +113,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-_PERCENT = (("percent", 1),)
 MAX_SUM_CHARS = 60
 MAX_LEADS = 30
 
@@ -282,7 +281,7 @@ def is_sum_of_names(text: str) -> bool:
 
 def is_conversion(one: Quantity, other: Quantity, text: str) -> bool:
     """Whether one is the other in another unit, rounded: 5 ft (1.5 m), 38.6 for 270/7."""
-    if {one.dimension, other.dimension} == {(), _PERCENT} and not one.words + other.words:
+    if {one.dimension, other.dimension} == {(), PERCENT} and not one.words + other.words:
         text = re.sub(r"(\d\.\d+)(?=\s*(?:%|percent))", r"\g<1>00", text)
         one, other = (
             Quantity(side.value / (100 if side.dimension else 1)) for side in (one, other)

@@ -99,7 +99,7 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _UNIT_TOKEN = _TABLES.pattern("unit_token")
 _NOT_A_NOUN = _TABLES.words("not_a_noun")
 _BC: Dimension = (("era_bc", 1),)
-_PERCENT: Dimension = (("percent", 1),)
+PERCENT: Dimension = (("percent", 1),)
 _POUNDS: dict[Dimension, Fraction] = {
     (("money_gbp", 1),): Fraction(1),
     (("kilogram", 1),): Fraction(45359237, 100000000),
@@ -211,7 +211,7 @@ def same_quantity(answer: Quantity, gold: Quantity) -> bool:
         answer, gold = _settled(answer, gold), _settled(gold, answer)
         if not _same_nouns(answer, gold):
             return False
-    if (answer.dimension == _PERCENT) != (gold.dimension == _PERCENT):
+    if (answer.dimension == PERCENT) != (gold.dimension == PERCENT):
         is_equal = answer.value == gold.value or answer.in_base_units == gold.in_base_units
         return is_equal and not (answer.dimension and gold.dimension)
     if not (answer.dimension and gold.dimension):  # a known unit against a noun

@@ -6,7 +6,6 @@ The reward is the answer's score alone, or follows the rule of ARPO and Tool-Sta
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ from msgspec import Struct
 
 from agentenv.base.crashes import at_start
 from agentenv.base.errors import ConfigError, CrashError, GraderError
+from agentenv.base.registry import loaded
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade, Grader, graded, shared, start_grader
 from agentenv.envs.grading.keys import (
@@ -120,8 +120,7 @@ def make_grader(
 def _grader(config: GraderKeys) -> Grader:
     """The grader of checked keys; each loads the file that it needs when it is chosen."""
     if config.compat:
-        module, _, name = RELEASED_REWARD.partition(":")
-        return cast(Grader, getattr(importlib.import_module(module), name)())
+        return cast(Grader, loaded(RELEASED_REWARD)())
     if isinstance(config, GraderConfig) and config.combined:
         parts = {
             name: Weighted(_grader(one), one.weight, one.decides)

@@ -123,12 +123,11 @@ MAX_SHOWN_CHARS = 200
 
 class Verdict(Struct, frozen=True):
     """`score` is 1 for a right answer, 0 for a wrong one, between for partial credit; `reason`
-    explains it, `layer` is the rule that decided; `parts` are further metrics."""
+    explains it; `parts` are further metrics."""
 
     right: bool
     score: float
     reason: str
-    layer: str = ""
     parts: Mapping[str, float] = {}
 
 
@@ -140,7 +139,8 @@ class Matcher(Protocol):
     """Compares an answer with the golds of a question."""
 
     async def start(self) -> None:
-        """Get ready; a ConfigError names a missing requirement."""
+        """Get ready, if anything must be; a ConfigError names a missing requirement."""
+        return None
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if any gold is met. Raises GraderError when there is no verdict, and
@@ -152,17 +152,14 @@ def shown(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-class Exact:
+class Exact(Matcher):
     """The matcher of `kind = "exact"`."""
-
-    async def start(self) -> None:
-        """Nothing to get ready."""
 
     async def verdict(self, question: str, answer: str, golds: Sequence[str]) -> Verdict:
         """Right if the answer equals a gold after normalizing."""
         right = any(same_answer(answer, gold) for gold in golds)
         reason = f"{'right' if right else 'wrong'} answer: {shown(answer)}"
-        return Verdict(right, float(right), reason, "exact")
+        return Verdict(right, float(right), reason)
 
 
 def same_answer(answer: str, gold: str) -> bool:

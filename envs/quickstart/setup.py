@@ -136,14 +136,12 @@ def write_dialogues(folder: Path, seed: int) -> None:
     """Write the files named above; held-out rows have separate questions."""
     reserved = set(world.make_world(seed).reserved())
     registry = {}
-    kinds: dict[str, Any] = {
-        "sharegpt": (_dialogues, DIALOGUES, {}),
-        "pairs": (_pairs, PAIRS, {"chosen": "chosen", "rejected": "rejected"}),
-    }
-    for name, (rows, count, columns) in kinds.items():
-        held = list(rows(Random(f"{name} held out {seed}"), HELD_OUT, reserved))
+    for name, count in (("sharegpt", DIALOGUES), ("pairs", PAIRS)):
+        ranked = name == "pairs"
+        held = list(_rows(Random(f"{name} held out {seed}"), HELD_OUT, reserved, ranked))
         held_out = {row["conversations"][0]["value"] for row in held}
-        learned = rows(Random(f"{name} {seed}"), count, reserved | held_out)
+        learned = _rows(Random(f"{name} {seed}"), count, reserved | held_out, ranked)
+        columns = {"chosen": "chosen", "rejected": "rejected"} if ranked else {}
         for suffix, part in (("", learned), ("-heldout", held)):
             file = f"{name}{suffix}.jsonl"
             write_rows(folder / file, part)
@@ -151,36 +149,27 @@ def write_dialogues(folder: Path, seed: int) -> None:
                 "file_name": file,
                 "formatting": "sharegpt",
                 "columns": {"messages": "conversations", **columns},
-                "ranking": bool(columns),
+                "ranking": ranked,
             }
     (folder / "dataset_info.json").write_text(json.dumps(registry, indent=2), encoding="utf-8")
 
 
-def _dialogues(rng: Random, count: int, reserved: set[str]) -> Iterator[dict[str, Any]]:
-    for _ in range(count):
-        for kind in world.KINDS:
-            demo = world.demonstration(rng, kind, reserved, "clean")
-            yield {
-                "conversations": [
-                    {"from": "human", "value": demo.question.question},
-                    {"from": "gpt", "value": chain(demo.turns)},
-                ]
-            }
-
-
-def _pairs(rng: Random, count: int, reserved: set[str]) -> Iterator[dict[str, Any]]:
+def _rows(rng: Random, count: int, reserved: set[str], ranked: bool) -> Iterator[dict[str, Any]]:
+    """Dialogues, or questions with a good and a poor one."""
     for _ in range(count):
         for kind in world.KINDS:
             state = rng.getstate()
             good = world.demonstration(rng, kind, reserved, "clean")
+            human = {"from": "human", "value": good.question.question}
+            answer = {"from": "gpt", "value": chain(good.turns)}
+            if not ranked:
+                yield {"conversations": [human, answer]}
+                continue
             rng.setstate(state)
             habit = Random(good.question.question).choice(POOR)  # always that of the question
             bad = world.demonstration(rng, kind, reserved, habit)
-            yield {
-                "conversations": [{"from": "human", "value": good.question.question}],
-                "chosen": {"from": "gpt", "value": chain(good.turns)},
-                "rejected": {"from": "gpt", "value": chain(bad.turns)},
-            }
+            rejected = {"from": "gpt", "value": chain(bad.turns)}
+            yield {"conversations": [human], "chosen": answer, "rejected": rejected}
 
 
 def chain(turns: Any) -> str:

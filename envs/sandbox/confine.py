@@ -125,8 +125,7 @@ def cover(tmp_bytes: int, keep: Sequence[str]) -> None:
     """Cover /proc by an empty folder, and /tmp by a private one that still shows `keep`."""
     os.chdir("/tmp")
     cover_tmp(tmp_bytes)
-    for path in keep:  # resolved in the covered folder
-        keep_seen(os.path.relpath(path, "/tmp"), path)
+    keep_seen(keep)
     _cover("/proc", MS_RDONLY, "size=4k,mode=555")
 
 
@@ -135,11 +134,13 @@ def cover_tmp(size: int) -> None:
     _cover("/tmp", 0, f"size={size},nr_inodes=1000,mode=700")
 
 
-def keep_seen(source: str, path: str) -> None:
-    """Make a folder also visible as `path`."""
-    os.makedirs(path, exist_ok=True)
-    result = _libc.mount(source.encode(), path.encode(), None, MS_BIND | MS_REC, None)
-    _check(result, f"keep {path}")
+def keep_seen(paths: Sequence[str]) -> None:
+    """Make folders of the covered /tmp, the current folder, visible again."""
+    for path in paths:
+        source = os.path.relpath(path, "/tmp").encode()
+        os.makedirs(path, exist_ok=True)
+        result = _libc.mount(source, path.encode(), None, MS_BIND | MS_REC, None)
+        _check(result, f"keep {path}")
 
 
 def _cover(path: str, flags: int, options: str) -> None:

@@ -344,9 +344,8 @@ def _initialize(parent: int, child: int, tmp_bytes: int, keep: Sequence[str]) ->
     confine.cover_tmp(tmp_bytes)
     new = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
     copy_files(old, new, os.fstat(old).st_dev, MAX_ENTRIES)
-    os.fchdir(old)
-    for path in keep:  # seen from the folder that is covered by now
-        confine.keep_seen(os.path.relpath(path, "/tmp"), path)
+    os.fchdir(old)  # it is covered by now
+    confine.keep_seen(keep)
 
 
 def copy_files(old: int, new: int, device: int, room: int) -> int:

@@ -83,10 +83,8 @@ async def find_interpreter(where: str | None) -> Interpreter:
 def _interpreter(program: str, prefix: str, base_prefix: str) -> Interpreter:
     """The interpreter with the targets of all links to its program, which must exist inside."""
     base = str(Path(os.path.realpath(program)).parents[1])
-    found: list[str] = []
-    for folder in (prefix, base_prefix, os.path.realpath(base_prefix), base):
-        if not Path(folder).is_relative_to("/usr") and folder not in found:
-            found.append(folder)
+    folders = dict.fromkeys((prefix, base_prefix, os.path.realpath(base_prefix), base))
+    found = [folder for folder in folders if not Path(folder).is_relative_to("/usr")]
     return Interpreter(program, tuple(found))
 
 
@@ -249,7 +247,6 @@ def settings_of(config: PythonConfig, python: Interpreter, rung: Rung, home: str
         "home": home,
         # process limits do not bind uid 0
         "uid": UNUSED_ID if root else None,
-        "live_forks": rung != "unsafe",
         "preload": PRELOAD_IF_INSTALLED if config.preload is None else config.preload,
         "preload_is_optional": config.preload is None,
         "prelude": config.prelude,

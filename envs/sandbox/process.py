@@ -120,7 +120,7 @@ class SessionProcess:
 
     async def _send(self, frame: bytes) -> None:
         """Send it, and resume the process once its beginning has arrived."""
-        try:
+        with reported_as(ChannelClosedError, "", OSError):
             try:
                 num_sent = self._socket.send(frame)
             except BlockingIOError:
@@ -128,14 +128,10 @@ class SessionProcess:
             send_signal(self.pidfd, signal.SIGCONT)
             if num_sent < len(frame):
                 await asyncio.get_running_loop().sock_sendall(self._socket, frame[num_sent:])
-        except OSError as error:
-            raise ChannelClosedError(str(error)) from error
 
     async def _read(self, size: int) -> bytes:
-        try:
+        with reported_as(ChannelClosedError, "", OSError):
             data = await asyncio.get_running_loop().sock_recv(self._socket, size)
-        except OSError as error:
-            raise ChannelClosedError(str(error)) from error
         if not data:
             raise ChannelClosedError("end of file")
         return data
@@ -224,18 +220,15 @@ class ZygoteProcess:
                 reason = await process.stop() or f"it ended with {process.process.returncode}"
                 reason = launch.advised(reason)
                 raise ConfigError(f"the Python sandbox cannot start: {reason}")
-            report = decode(message, _Report)
+            shown = f": {message[:200]!r}"  # preloaded modules may do anything
+            with reported_as(InfraError, "the sandbox did not start", ForeignError, end=shown):
+                report = decode(message, _Report)
             launch.check_prepared(report.missing, report.problem, python)
             zygote.live_forks = report.live_forks
             asyncio.get_running_loop().add_reader(process.control, zygote._on_news)
-        except BaseException as error:
-            try:
-                if isinstance(error, ForeignError):  # preloaded modules may do anything
-                    problem = f"the sandbox did not start: {error}: {message[:200]!r}"
-                    raise InfraError(problem) from error
-                raise
-            finally:
-                await process.stop()
+        except BaseException:
+            await process.stop()
+            raise
         return zygote
 
     def alive(self) -> bool:

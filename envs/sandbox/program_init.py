@@ -56,14 +56,12 @@ def main() -> None:
         listener = socket.create_server(("127.0.0.1", settings["port"]), backlog=128)
         listener.set_inheritable(False)
     reading, writing = os.pipe()
-    woken, waker = os.pipe()
-    os.set_blocking(waker, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, no end can be collected
     program = os.fork()
     if program == 0:
         _become(settings, writing)
     os.close(writing)
+    sources: list[Any] = [os.pidfd_open(program), control]
     confine.be_seen(False)  # the program must not inspect this process
     if listener is not None:
         _start(_forward, listener, settings["socket"])
@@ -72,11 +70,8 @@ def main() -> None:
     watch = Watch(settings)
     ended: dict[int, int] = {}  # states by process
     report: dict[str, Any] = {}
-    sources: list[Any] = [woken, control]
     while not report:
         ready = select.select(sources, [], [], LOOK_EVERY_S)[0]
-        if woken in ready:
-            os.read(woken, READ_BYTES)
         if control in ready:  # the host has ended, or requests the end
             break
         _reap(ended)
@@ -101,8 +96,6 @@ def _reap(ended: dict[int, int]) -> None:
 def _become(settings: dict[str, Any], output: int) -> None:
     """In the child: become the program, with its limits and without privileges."""
     try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         if not settings["confined"]:
             confine.die_with_parent()

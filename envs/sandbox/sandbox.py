@@ -106,8 +106,7 @@ class SandboxSession:
             if await self._copy_to(other):
                 self._sandbox.used(self)
                 return other
-            if self._live is None:
-                await self._be_open()
+            await self._be_open()
             before = await self._digest()
             self._sandbox.used(self)
         try:
@@ -379,12 +378,10 @@ class Sandbox:
             if rung != "unsafe" and (escape := await find_escape(zygote)):
                 raise ConfigError(f"its self-test failed: {escape}")
         except BaseException as error:
-            try:
-                if not isinstance(error, InfraError) or self.rung is not None:
-                    raise  # a sandbox that has worked on this machine: a passing trouble
+            await zygote.stop()
+            if isinstance(error, InfraError) and self.rung is None:
                 raise ConfigError(str(error)) from error
-            finally:
-                await zygote.stop()
+            raise  # an InfraError: a passing trouble of a sandbox that has worked on this machine
         return zygote
 
 

@@ -42,19 +42,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from agentenv.envs.sandbox import cells, confine
     from agentenv.envs.sandbox import process_table as table
-    from agentenv.envs.sandbox.fork_broker import ForkBroker, ForkInitializer
+    from agentenv.envs.sandbox.fork_broker import Announce, ForkBroker, ForkInitializer
 else:  # inside the sandbox, only these files exist
     import cells
     import confine
     import process_table as table
-    from fork_broker import ForkBroker, ForkInitializer
+    from fork_broker import Announce, ForkBroker, ForkInitializer
 
 
 MAX_SETTINGS_BYTES = 1 << 18
 REAP_INTERVAL_S = 0.1
 WEIGH_SHARE = 20  # one part of the time measures the memory of sessions
 NICENESS = 5
-Announce = Callable[[int, int], None]
 CHANNEL_FD = 3  # of a session, after the standard three
 
 
@@ -72,7 +71,7 @@ def main() -> None:
     confine.be_seen(True)
     null = os.open(os.devnull, os.O_RDWR)
     initializer = None
-    if config["live_forks"] and config["rung"] == "namespaces":
+    if config["rung"] == "namespaces":
         initializer = ForkInitializer(config["tmp_bytes"], config["below_tmp"])
     del sys.path[0]
     missing = preload(config["preload"], config["preload_is_optional"])
@@ -85,7 +84,7 @@ def main() -> None:
     gc.collect()
     pids: dict[int, int] = {}
     broker = None
-    if config["live_forks"]:
+    if config["rung"] != "unsafe":
         broker = _broker(config, initializer, pids, functools.partial(_announce, control))
     if config["rung"] == "namespaces" or broker is not None:  # its own process 1, or brokered
         config["filter"] = _filter(config, 1)

@@ -10,6 +10,7 @@ import numpy as np
 
 from agentenv.base.config import PATH, about
 from agentenv.base.installation import needed
+from agentenv.base.offload import in_thread
 from agentenv.envs.search.corpus import (
     CORPUS_SCHEME,
     BackendConfig,
@@ -48,6 +49,7 @@ class BM25Index:
     def __init__(self, passages: list[Passage]) -> None:
         bm25s = load_bm25s()
         self.passages = passages
+        self.by_id = {passage.id: passage for passage in passages}
         self._vocabulary: dict[str, int] = {}
         number = self._vocabulary
         ids = [
@@ -57,12 +59,16 @@ class BM25Index:
         self._bm25 = bm25s.BM25(method="lucene", backend="numpy")
         self._bm25.index((ids, number), show_progress=False)
 
-    def search(self, query: str, k: int) -> list[Passage]:
-        """The best k passages with a word of the query; ties are ordered as in the corpus."""
-        return [self.passages[place] for place, _ in self.ranked(query, k)]
+    async def search(self, query: str, k: int, in_thread: Any = in_thread) -> list[Hit]:
+        """The best k passages with a word of the query, with the BM25 score; ties are ordered as in
+        the corpus. A large corpus is searched by `in_thread`."""
+        if len(self.passages) <= MAX_ON_LOOP:
+            return self.ranked(query, k)
+        found: list[Hit] = await in_thread(self.ranked, query, k)
+        return found
 
-    def ranked(self, query: str, k: int) -> list[tuple[int, float]]:
-        """(index in the corpus, BM25 score) of each hit, best first."""
+    def ranked(self, query: str, k: int) -> list[Hit]:
+        """As `search`, at once."""
         ids = [self._vocabulary[word] for word in words(query) if word in self._vocabulary]
         if not ids:
             return []
@@ -73,7 +79,7 @@ class BM25Index:
             threshold = np.partition(scores[candidates], -k)[-k]
             candidates = candidates[scores[candidates] >= threshold]
         best = sorted(candidates.tolist(), key=lambda place: (-scores[place], place))
-        return [(place, float(scores[place])) for place in best[:k]]
+        return [self.passages[place].hit(float(scores[place])) for place in best[:k]]
 
 
 class BM25Backend(LocalBackend[BM25Index]):
@@ -82,24 +88,17 @@ class BM25Backend(LocalBackend[BM25Index]):
     def __init__(self, corpus: Path) -> None:
         super().__init__("bm25", NUM_THREADS)
         self.corpus = corpus
-        self._places: dict[str, int] = {}
 
     async def search(self, query: Query) -> list[Hit]:
         """The best passages, with the BM25 score."""
         index = await self._index()
-        if len(index.passages) <= MAX_ON_LOOP:
-            ranked = index.ranked(query.text, query.max_results)
-        else:
-            ranked = await self._in_thread(index.ranked, query.text, query.max_results)
-        return [index.passages[place].hit(score) for place, score in ranked]
+        return await index.search(query.text, query.max_results, self._in_thread)
 
     async def document(self, url: str) -> Hit | None:
         """The passage of "corpus:ID"."""
         index = await self._index()
-        if not self._places:
-            self._places = {passage.id: place for place, passage in enumerate(index.passages)}
-        place = self._places.get(url.removeprefix(CORPUS_SCHEME))
-        return None if place is None else index.passages[place].hit()
+        passage = index.by_id.get(url.removeprefix(CORPUS_SCHEME))
+        return None if passage is None else passage.hit()
 
     def _open(self) -> BM25Index:
         return BM25Index(read_corpus(self.corpus))

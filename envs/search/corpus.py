@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
-from agentenv.base.errors import DataError, ForeignError
+from agentenv.base.errors import DataError, ForeignError, reported_as
 from agentenv.base.offload import OwnThread, check_outside
 from agentenv.base.untrusted import convert, decode
 
@@ -238,13 +238,11 @@ def corpus_rows(path: Path) -> Iterator[tuple[int, int, Passage]]:
 
 def read_passage(line: bytes, where: str) -> Passage:
     """The passage of one line. Raises DataError, beginning with `where`."""
-    try:
+    with reported_as(DataError, where, ForeignError, end=f"; {_EXPECTED}"):
         row = decode(line)
         if not (isinstance(row, dict) and "contents" in row and "text" not in row):
             return convert(row, Passage)
         flash = convert(row, _FlashRagRow)
-    except ForeignError as error:
-        raise DataError(f"{where}: {error}; {_EXPECTED}") from error
     title, text = split_contents(flash.contents)
     if flash.title not in (None, title):  # its contents have no line of the title
         title, text = flash.title, flash.contents

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from agentenv.base.config import PATH, about
+from agentenv.base.deadline import retrieve_exception
 from agentenv.base.errors import ConfigError, DataError, InfraError, reported_as
 from agentenv.base.installation import needed
 from agentenv.base.model_files import load_pretrained
@@ -70,18 +71,24 @@ class FaissBackend(LocalBackend["_Dense"]):
         what = 'search.backend.name = "faiss"'
         self._faiss = needed("faiss", "faiss", what, package="faiss-cpu")
         self._config = config
-        self._pending: list[tuple[Query, asyncio.Future[list[Hit]]]] = []
-        self._working: asyncio.Task[None] | None = None
+        self._pending: list[Query] = []
+        self._batch: asyncio.Future[list[list[Hit]]]  # their hits
+        self._batches = set[asyncio.Future[Any]]()  # not yet done
+        self._searching = asyncio.Lock()
         self.num_batches = 0
 
     async def search(self, query: Query) -> list[Hit]:
         """The nearest passages, with the index's score (inner product or distance)."""
-        await self.start()
-        answer: asyncio.Future[list[Hit]] = asyncio.get_running_loop().create_future()
-        self._pending.append((query, answer))
-        if self._working is None or self._working.done():
-            self._working = asyncio.ensure_future(self._work())
-        return await answer
+        dense = await self._index()
+        if len(self._pending) in (0, MAX_BATCH):
+            self._pending = []
+            self._batch = asyncio.ensure_future(self._search(dense, self._pending))
+            self._batches.add(self._batch)
+            self._batch.add_done_callback(self._batches.discard)
+            self._batch.add_done_callback(retrieve_exception)
+        place, batch = len(self._pending), self._batch
+        self._pending.append(query)
+        return (await asyncio.shield(batch))[place]  # a cancelled caller leaves the others
 
     async def document(self, url: str) -> Hit | None:
         """The passage of "corpus:ID"."""
@@ -95,35 +102,19 @@ class FaissBackend(LocalBackend["_Dense"]):
 
     async def close(self) -> None:
         """Stop the thread, and cancel waiting calls."""
-        if self._working is not None:
-            self._working.cancel()
-        for _, answer in self._pending:
-            answer.cancel()
+        for batch in self._batches:
+            batch.cancel()
         await super().close()
 
-    async def _work(self) -> None:
-        """Process batches until there are no queries."""
-        dense = await self._index()
-        while self._pending:
-            batch, self._pending = self._pending[:MAX_BATCH], self._pending[MAX_BATCH:]
+    async def _search(self, dense: _Dense, queries: list[Query]) -> list[list[Hit]]:
+        """The hits of a batch, which grows until the one before is done."""
+        async with self._searching:
+            if queries is self._pending:
+                self._pending = []
             self.num_batches += 1
-            queries = [query for query, _ in batch]
-            search = self._in_thread(dense.search, queries)
-            try:
-                (found,) = await asyncio.gather(search, return_exceptions=True)
-                for place, (_, answer) in enumerate(batch):
-                    if answer.done():  # its caller was cancelled
-                        continue
-                    if isinstance(found, RuntimeError | OSError):  # such as lack of memory
-                        problem = InfraError(f"search in {self._config.index} failed: {found}")
-                        answer.set_exception(problem)
-                    elif isinstance(found, BaseException):
-                        answer.set_exception(found)
-                    else:
-                        answer.set_result(found[place])
-            finally:
-                for _, answer in batch:
-                    answer.cancel()
+            failed = f"search in {self._config.index} failed"
+            with reported_as(InfraError, failed, RuntimeError, OSError):  # such as lack of memory
+                return await self._in_thread(dense.search, queries)
 
     def _open(self) -> _Dense:
         path = Path(self._config.index)

@@ -85,12 +85,9 @@ class AddressRule:
     ports."""
 
     def __init__(self, allow_networks: Sequence[str] = ()) -> None:
-        try:
+        form = '; expected networks such as "10.1.0.0/16"'
+        with reported_as(ConfigError, "pages.allow_networks", ValueError, end=form):
             self._allowed = [ipaddress.ip_network(network) for network in allow_networks]
-        except ValueError as error:
-            raise ConfigError(
-                f'pages.allow_networks: {error}; expected networks such as "10.1.0.0/16"'
-            ) from error
 
     def check(self, address: str) -> None:
         """Raises RefusedAddress. An IPv6 address that stands for an IPv4 address counts as that."""
@@ -145,14 +142,12 @@ class GuardedResolver(AbstractResolver):
 
     def __init__(self, rule: AddressRule, inner: AbstractResolver | None = None) -> None:
         self._rule = rule
-        self._inner = inner
+        self._inner = inner or Names()
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
         """The addresses of `host`. Raises RefusedAddress if one of them is not allowed."""
-        if self._inner is None:
-            self._inner = Names()
         found = await self._inner.resolve(host, port, family)
         addresses = [result["host"] for result in found]
         for address in addresses:
@@ -162,8 +157,7 @@ class GuardedResolver(AbstractResolver):
 
     async def close(self) -> None:
         """Close the wrapped resolver."""
-        if self._inner is not None:
-            await self._inner.close()
+        await self._inner.close()
 
 
 # Fetching pages that the policy names, with no access to private addresses and bounded reads.

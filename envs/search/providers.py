@@ -28,6 +28,7 @@ T = TypeVar("T")
 ProviderName = Literal["brightdata", "serper", "tavily", "searxng"]
 
 
+UNEXPECTED = "the reply has an unexpected form"
 MAX_REASON_CHARS = 300  # of a provider's message to the policy
 MAX_REFUSED = 20  # consecutive rejected searches, after which the configuration must be wrong
 
@@ -77,13 +78,10 @@ class WebConfig(BackendConfig, frozen=True, forbid_unknown_fields=True, tag="web
         return WebBackend(self)
 
 
-class HttpBackend:
-    """Base of the backends on one service, without an index and without documents."""
+class HttpBackend(Upstream):
+    """Base of the backends on one service: its client, without an index and without documents."""
 
-    def __init__(self, upstream: Upstream, key: str = "") -> None:
-        self.upstream = upstream
-        self._key = key
-        self._num_refused = 0  # in a row
+    _num_refused = 0  # searches in a row
 
     async def start(self) -> None:
         """Do nothing."""
@@ -92,33 +90,25 @@ class HttpBackend:
         """None, since pages are fetched from their addresses."""
         return None
 
-    async def send(self, request: HttpRequest, query: Query) -> Reply:
+    async def ask(self, request: HttpRequest, query: Query) -> Reply:
         """The reply to a search request. Raises ToolError for a rejected search, and ConfigError
         for a rejected account or key, or if every search is rejected."""
-        reply = await self.upstream.send(request)
+        reply = await self.send(request)
         if reply.status not in (400, 414, 422):
             self._num_refused = 0
             return reply
         self._num_refused += 1
         text = SECRETS.known(reply.body[:10_000].decode("utf-8", "replace"))
         text = " ".join(text.split())
-        name, reason = self.upstream.name, f"status {reply.status}: {text[:MAX_REASON_CHARS]}"
+        reason = f"status {reply.status}: {text[:MAX_REASON_CHARS]}"
         if _OF_ACCOUNT.search(text.replace(query.text, "")):
-            raise ConfigError(f"{name} rejects the account or the key, {reason}")
+            raise ConfigError(f"{self.name} rejects the account or the key, {reason}")
         if self._num_refused >= MAX_REFUSED:
             raise ConfigError(
-                f"{name} rejected {self._num_refused} searches in a row, the last with {reason}; "
-                "check the keys of search.backend and search.market"
+                f"{self.name} rejected {self._num_refused} searches in a row, the last with "
+                f"{reason}; check the keys of search.backend and search.market"
             )
         raise ToolError(f"The search was refused with {reason}")
-
-    def stats(self) -> dict[str, float]:
-        """The number of requests to the service."""
-        return self.upstream.stats()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self.upstream.close()
 
 
 class WebBackend(HttpBackend):
@@ -137,8 +127,8 @@ class WebBackend(HttpBackend):
                 'expected the address of your instance, e.g. "http://localhost:8080"'
             )
         needed_by = f"search.backend.provider = {config.provider!r}"
-        upstream = Upstream(config.provider, config.traffic, refused_hint=hint)
-        super().__init__(upstream, read_key(provider.key_variable, needed_by))
+        super().__init__(config.provider, config.traffic, hint)
+        self._key = read_key(provider.key_variable, needed_by)
 
     async def search(self, query: Query) -> list[Hit]:
         """Search with the provider. Raises ToolError for a query beyond its length limit."""
@@ -150,7 +140,7 @@ class WebBackend(HttpBackend):
         if provider is _BrightData and not self._config.quotes:
             query = replace(query, text=query.text.replace('"', ""))
         request = provider.request(self._url, self._key, self._config.zone, query)
-        return provider_hits(self._config, await self.send(request, query), query.max_results)
+        return provider_hits(self._config, await self.ask(request, query), query.max_results)
 
 
 def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit]:
@@ -160,10 +150,8 @@ def provider_hits(config: WebConfig, reply: Reply, max_results: int) -> list[Hit
     """
     provider = PROVIDERS[config.provider]
     content = _decoded(reply, dict[str, Any], config.provider, "a JSON object")
-    try:
+    with reported_as(InfraError, f"{config.provider}: {UNEXPECTED}", ForeignError):
         rows = convert(content.get(provider.rows) or [], list[dict[str, Any]])
-    except ForeignError as error:
-        raise InfraError(f"{config.provider}: the reply has an unexpected form: {error}") from error
     failure = content.get(provider.failure)
     if not rows and failure:
         reason = SECRETS.known(str(failure))[:MAX_REASON_CHARS]
@@ -183,12 +171,10 @@ def _decoded(reply: Reply, form: type[T], name: str, expected: str) -> T:
     """The reply decoded as `form`. Raises InfraError for another status or form."""
     if reply.status != 200:
         raise InfraError(f"{name}: status {reply.status}, expected 200")
-    try:
+    with reported_as(
+        InfraError, f"{name}: {UNEXPECTED}", ForeignError, end=f"; expected {expected}"
+    ):
         return decode(reply.body, form)
-    except ForeignError as error:
-        raise InfraError(
-            f"{name}: the reply has an unexpected form: {error}; expected {expected}"
-        ) from error
 
 
 class _BrightData(Provider):
@@ -317,7 +303,7 @@ class RemoteBackend(HttpBackend):
     """A retriever in one of the dialects: the two of /retrieve, and Tool-Star's /batch_search."""
 
     def __init__(self, config: RemoteSearchConfig) -> None:
-        super().__init__(Upstream(f"retriever {public_url(config.url)}", config.traffic))
+        super().__init__(f"retriever {public_url(config.url)}", config.traffic)
         path = "/batch_search" if config.dialect == "tool_star" else "/retrieve"
         self._url = config.url.rstrip("/").removesuffix(path) + path
         self._dialect = config.dialect
@@ -333,7 +319,7 @@ class RemoteBackend(HttpBackend):
             body = {"query": [text], "top_n": query.max_results, "return_score": True}
         request = HttpRequest("POST", self._url, json=body, secret_headers=self._secret)
         hits = batch_hits if is_batch else retrieved_hits
-        return hits(await self.send(request, query), self._url)[: query.max_results]
+        return hits(await self.ask(request, query), self._url)[: query.max_results]
 
 
 _RETRIEVED = '{"result": [[{"document": {"contents": text}, "score": number}]]}'
@@ -366,9 +352,8 @@ def _retrieved_hit(document: dict[str, Any], score: float) -> Hit:
 def batch_hits(reply: Reply, url: str) -> list[Hit]:
     """The hits of one query to /batch_search."""
     found = _decoded(reply, _Batch, f"retriever {url}", _BATCH)
-    try:
+    # not exactly one list of each
+    with reported_as(InfraError, f"retriever {url}", ValueError, end=f"; expected {_BATCH}"):
         (rows,), (scores,) = found.documents, found.scores
-    except ValueError as error:  # not exactly one list of each
-        raise InfraError(f"retriever {url}: {error}; expected {_BATCH}") from error
     found_by = zip(rows, scores, strict=False)
     return [_retrieved_hit(asdict(row), score) for row, score in found_by]

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import string
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import log
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import UNSET, Struct, field
 
 from agentenv.base import errors
+from agentenv.base.model_files import read_as
 from agentenv.base.offload import in_thread
 from agentenv.base.result_cache import ResultCache
 from agentenv.base.types import Info, Message, ToolResult
@@ -29,8 +29,7 @@ from agentenv.contract.tools import StatelessTool
 from agentenv.envs.search import corpus
 from agentenv.envs.search.keys import SearchConfig, SummarizerConfig
 from agentenv.envs.search.pages import PAGE_BREAK, PageReader
-from agentenv.envs.search.upstream import HttpRequest
-from agentenv.text.chat_model import CHAT_PATH, ChatModel, fenced, read_reply
+from agentenv.text.chat_model import ChatModel, fenced
 from agentenv.text.control_tokens import KNOWN, broken
 
 # Summaries of pages by a model on an OpenAI-compatible endpoint, kept in the search's cache.
@@ -72,14 +71,12 @@ class Summarizer:
             mark=MARK, question=asked, reasoning=steps, query=searched, pages=fenced(pages)
         )
         body = self._model.body("", prompt)
-        url = self.config.url.rstrip("/") + CHAT_PATH
-        request = HttpRequest("POST", url, json=body).key
         num_tokens = 0
 
         async def generate() -> bytes:
             nonlocal num_tokens
             try:
-                reply = read_reply(await self._model.reply(body))
+                reply = await self._model.reply(body)
             except errors.EngineError as error:
                 refused = isinstance(error, RefusedError) and error.status in (401, 403, 407)
                 kind = errors.ConfigError if refused else errors.InfraError
@@ -88,7 +85,8 @@ class Summarizer:
             _, marked, after = reply.text.rpartition(MARK)
             return after.strip(" \n:*").encode("utf-8", "replace") if marked else b""
 
-        key = "summary:" + hashlib.sha256(request.encode()).hexdigest()
+        request = msgspec.json.encode([self.config.url, body], order="sorted")
+        key = "summary:" + hashlib.sha256(request).hexdigest()
         text = await self._cache.through(key, generate, decode_text)
         return PageSummary(text[: self.config.max_chars], num_tokens)
 
@@ -191,14 +189,8 @@ class CachedBackend:
 
 def read_arpo_cache(path: Path) -> dict[str, str]:
     """The entries of ARPO's search_cache.json, query -> text. Raises DataError, naming the file."""
-    try:
-        return decode(path.read_bytes(), dict[str, str])
-    except OSError as error:
-        raise errors.DataError(f"search cache {path} cannot be read: {error.strerror}") from error
-    except errors.ForeignError as error:
-        raise errors.DataError(
-            f"search cache {path}: {error}; expected one JSON object, query -> result text"
-        ) from error
+    form = "search cache, expected one JSON object, query -> result text"
+    return read_as(path, form, dict[str, str])
 
 
 def hits_of_arpo(text: str) -> list[corpus.Hit]:
@@ -480,7 +472,7 @@ def passages(text: str, query: str, max_chars: int) -> str:
     if len(text) <= max_chars:
         return text
     chunks = [chunk.span() for chunk in _CHUNK.finditer(text)]
-    contents = [Counter(corpus.words(text[a:b])) for a, b in chunks]
+    contents = [set(corpus.words(text[a:b])) for a, b in chunks]
     wanted = set(corpus.words(query))
     rarity = {
         word: log(1 + len(chunks) / (1 + sum(word in found for found in contents)))

@@ -105,14 +105,14 @@ class Upstream:
     """The client of one service; shared by all episodes."""
 
     name: str
-    config: TrafficConfig
+    traffic: TrafficConfig
     refused_hint: str = "check the key in the environment and the address"
 
     def __post_init__(self) -> None:
         self.num_requests = self.num_retries = 0
-        self._bucket = TokenBucket(self.config.rate_per_s, BURST)
+        self._bucket = TokenBucket(self.traffic.rate_per_s, BURST)
         self._num_failures = 0  # consecutive calls
-        self._slots = asyncio.Semaphore(self.config.max_concurrency)
+        self._slots = asyncio.Semaphore(self.traffic.max_concurrency)
         self._session = HttpSession()
 
     async def send(self, request: HttpRequest) -> Reply:
@@ -131,12 +131,12 @@ class Upstream:
 
         try:
             key = f"{self.name} {request.key}"
-            reply = await retried(ask, self.name, key, self.config.num_retries)
+            reply = await retried(ask, self.name, key, self.traffic.num_retries)
         except InfraError as error:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
                 self._bucket.pause(COOL_DOWN_S)
-            num_sent = self.config.num_retries + 1
+            num_sent = self.traffic.num_retries + 1
             raise InfraError(f"{self.name}: {num_sent} attempts failed: {error}") from error
         self._num_failures = 0
         return reply
@@ -156,7 +156,7 @@ class Upstream:
         """A reply. Raises InfraError with the problem, and the delay that the service requests."""
         try:
             async with (
-                asyncio.timeout(self.config.timeout_s),
+                asyncio.timeout(self.traffic.timeout_s),
                 await self._session.send(
                     request.method,
                     request.url,
@@ -177,7 +177,7 @@ class Upstream:
                     raise InfraError(f"status {status}", wanted_s)
                 return Reply(status, await read_body(response))
         except TimeoutError as error:
-            raise InfraError(f"no reply within {self.config.timeout_s:g} s") from error
+            raise InfraError(f"no reply within {self.traffic.timeout_s:g} s") from error
         except LargeReplyError as error:
             raise InfraError(str(error)) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:

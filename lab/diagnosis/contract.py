@@ -240,13 +240,9 @@ def respelled(gold: str) -> list[str]:
 async def is_right(grader: Grader, task: Task, answer: str) -> bool:
     """Whether the grader accepts an answer in the usual format. Raises ConfigError if it fails."""
     text = rf"<think>.</think><answer>\boxed{{{answer}}}</answer>"
-    try:
-        grade = await graded(grader, task, [Message("assistant", text)], {})
-    except (errors.GraderError, errors.CrashError) as error:
-        raise errors.ConfigError(
-            f"row {task.id}: the grader cannot grade {answer!r}: {error}"
-        ) from error
-    return grade.success
+    failed = f"row {task.id}: the grader cannot grade {answer!r}"
+    with errors.reported_as(errors.ConfigError, failed, errors.GraderError, errors.CrashError):
+        return (await graded(grader, task, [Message("assistant", text)], {})).success
 
 
 async def services(assembly: TrainingAssembly) -> str:

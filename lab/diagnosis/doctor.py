@@ -70,7 +70,7 @@ async def examine(
         return
     with tempfile.TemporaryDirectory(prefix="agentenv-doctor-") as place:
         async with AsyncExitStack() as stack:
-            assembly = TrainingAssembly(config, Path(place), None, stack, report)
+            assembly = TrainingAssembly(config, Path(place), stack, report)
             assembly.tries_all = True
             for check in checks.select(CHECKS, config, "configuration", "measured"):
                 if check.remote and is_offline:

@@ -131,15 +131,13 @@ def rollouts_of(config: AnyRun) -> tuple[int, int]:
     return longest, min(trees, config.queue.max_rollouts or trees) * config.algorithm.group_size
 
 
-def files_of(config: TrainConfig | SupervisedRunConfig) -> tuple[int, dict[str, float]]:
+def files_of(config: TrainConfig) -> tuple[int, dict[str, float]]:
     """Maximum number of checkpoints on the disk (the last ones, the best, that of the cold start,
     and a partial one); and maximum bytes of other files, by the key that limits them."""
-    if isinstance(config, TrainConfig):
-        kept = bool(config.checkpoint.best_metric) + (config.sft is not None)
-        log = MAX_TRAJECTORY_BYTES * config.log.trajectories
-        files = {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
-        return config.checkpoint.keep_last + kept + 1, files
-    return config.checkpoint.keep_last + config.checkpoint.keep_best + 1, {}
+    kept = bool(config.checkpoint.best_metric) + (config.sft is not None)
+    log = MAX_TRAJECTORY_BYTES * config.log.trajectories
+    files = {"archive.max_gb": config.archive.max_gb * 1e9, "trajectories": log}
+    return config.checkpoint.keep_last + kept + 1, files
 
 
 def microbatch_tokens(learner: LearnerConfig, longest: int) -> int:
@@ -308,7 +306,7 @@ class _Planner:
         self, key: str, config: LaunchConfig, shape: estimates.ModelShape | None, context: int
     ) -> None:
         """Add the servers of an engine or role, with their memory."""
-        number, policy = config.count, key == POLICY
+        number, policy = config.num_servers, key == POLICY
         name = "policy server" if policy else f"{key.removeprefix('roles.')} server"
         path = config.model if isinstance(config, RoleConfig) else self.path
         b, size = estimates.bytes_of(config.dtype), self.machine.gpu_bytes
@@ -318,7 +316,6 @@ class _Planner:
             self.plan.processes.append(Process(name, number, [], path, host, note="on the CPU"))
             return
         sleeps = policy and self.colocated
-        each = config.tensor_parallel_size * config.data_parallel_size
         gpus = self.gpus.assign(
             f"{key}.gpus",
             config.gpus,
@@ -326,7 +323,7 @@ class _Planner:
             borrows=policy and bool(self.resources.colocated),
         )
         budget = config.gpu_memory_share * size
-        on_each = min(number, config.per_gpu)  # servers per GPU, each with its budget
+        on_each = min(number, config.servers_per_gpu)  # servers per GPU, each with its budget
         serving = on_each * budget
         awake = on_each * (SERVER_BYTES if sleeps else budget)  # during training
         memory, note = estimates.Memory(), ""
@@ -336,9 +333,8 @@ class _Planner:
             if sleeps:
                 assert self.engine is not None
                 drops = self.engine.kind == "vllm" and self.engine.new_weights != "adapter"
-                memory = estimates.Memory(
-                    memory.gpu, {} if drops else {"sleeping part": weights * each}
-                )
+                sleeping = {} if drops else {"sleeping part": weights * config.gpus_each}
+                memory = estimates.Memory(memory.gpu, sleeping)
             note = f"tensor parallel {config.tensor_parallel_size}, "
             if config.data_parallel_size > 1:
                 note += f"data parallel {config.data_parallel_size}, "

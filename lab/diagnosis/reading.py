@@ -197,7 +197,7 @@ def _assembly(
         # Slow to load: after the checks of the configuration.
         from agentenv.training.supervised.assembly import TrainingAssembly
 
-        return TrainingAssembly(config, folder, None, stack, report)
+        return TrainingAssembly(config, folder, stack, report)
     if isinstance(config, EvaluateConfig):
         return EvaluationAssembly(config, Subject("", {}, folder, model), stack, report)
     return SupervisedAssembly(config, folder, stack, report)

@@ -171,6 +171,9 @@ def interval(
     return float(low), float(high)
 
 
+Auc = tuple[float | None, float | None, float | None]  # and its interval
+
+
 class Figures(msgspec.Struct, frozen=True):
     """Of the turns of a kind of task; `auc`: by sign, with its interval, None where all turns have
     one outcome."""
@@ -178,21 +181,22 @@ class Figures(msgspec.Struct, frozen=True):
     kind: str
     turns: int
     lost: float
-    auc: dict[Sign, tuple[float | None, float | None, float | None]]
+    auc: dict[Sign, Auc]
 
 
 def figures(kind: str, found: Sequence[Turn]) -> Figures:
     values = np.array([one.signs for one in found], float)
     lost = np.array([one.is_lost for one in found], float)
     strata = np.unique([one.stratum for one in found], return_inverse=True)[1]
-    trees, by_sign = [one.tree for one in found], {}
+    trees, by_sign = [one.tree for one in found], dict[Sign, Auc]()
     for number, sign in enumerate(SIGNS):
 
         def of_drawn(drawn: NDArray[np.int64], own: Floats = values[:, number]) -> float:
             return auc_within(own[drawn], lost[drawn], strata[drawn])
 
         every = of_drawn(np.arange(len(found))), *interval(trees, of_drawn)
-        by_sign[sign] = tuple(None if math.isnan(one) else float(one) for one in every)
+        value, low, high = (None if math.isnan(one) else float(one) for one in every)
+        by_sign[sign] = value, low, high
     return Figures(kind, len(found), float(lost.mean()), by_sign)
 
 

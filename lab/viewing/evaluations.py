@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -47,11 +47,10 @@ class Evaluation:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
-        self._lines = JsonLines(folder / ROWS_FILE)
+        self._lines = JsonLines(folder / ROWS_FILE, lambda line: decode(line, _WithoutText))
         self._lock = threading.Lock()
         self._computing = threading.Lock()  # of figures, which several windows may request
         self._rows: dict[tuple[str, str, int], tuple[EvalRow, int, int]] = {}
-        self._num_unreadable = 0
         self._figures: tuple[int, Figures] | None = None  # size of the file, and its figures
 
     def state(self) -> int:
@@ -73,7 +72,7 @@ class Evaluation:
             "columns": COLUMNS,
             "chunk": CHUNK,
             "rows": rows,
-            "num_unreadable": self._num_unreadable,
+            "num_unreadable": self._lines.num_unreadable,
         }
 
     def chunk(self, number: int) -> list[Figures]:
@@ -131,18 +130,12 @@ class Evaluation:
     def _read(self) -> list[tuple[EvalRow, int, int]]:
         """(row, position in the file, size) of each row, sorted by key."""
         with self._lock:
-            place = self._lines.place
-            is_void, lines = self._lines.new()
+            is_void, rows = self._lines.new()
             if is_void:
-                self._rows, place, self._num_unreadable = {}, 0, 0
-            for line in lines:
-                try:
-                    row = decode(line, _WithoutText)
-                    row.segments, row.abandoned = _NOTHING, _NOTHING
-                    self._rows[row.key] = (row, place, len(line))
-                except ForeignError:
-                    self._num_unreadable += 1
-                place += len(line)
+                self._rows = {}
+            for row, place, size in rows:
+                row.segments, row.abandoned = _NOTHING, _NOTHING
+                self._rows[row.key] = (row, place, size)
             return [self._rows[key] for key in sorted(self._rows)]
 
 
@@ -221,36 +214,45 @@ def search(
 # Files of JSON lines that may still be growing.
 
 
-class JsonLines:
-    """Reads a growing file incrementally; an incomplete last line is read later."""
+class JsonLines(Generic[T]):
+    """Reads a growing file incrementally, each line by `read`; an incomplete last line is read
+    later, and one that raises ForeignError is counted in `num_unreadable`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read: Callable[[bytes], T]) -> None:
         self.path = path
-        self.place = 0  # number of bytes read
+        self.num_unreadable = 0
+        self._read = read
+        self._place = 0  # number of bytes read
         self._file: tuple[int, int] | None = None  # device and inode
 
-    def new(self) -> tuple[bool, Iterator[bytes]]:
-        """(is_void, lines): the new complete lines. `is_void`: the file was replaced or truncated,
-        so that lines read before are invalid."""
+    def new(self) -> tuple[bool, Iterator[tuple[T, int, int]]]:
+        """(is_void, lines): the new complete lines, each with its position in the file and its
+        size. `is_void`: the file was replaced or truncated, so that lines read before are
+        invalid."""
         try:
             found = self.path.stat()
             file, size = (found.st_dev, found.st_ino), found.st_size
         except FileNotFoundError:
             file, size = None, 0
-        is_void = self.place > 0 and (file != self._file or size < self.place)
+        is_void = self._place > 0 and (file != self._file or size < self._place)
         if is_void:
-            self.place = 0
+            self._place = self.num_unreadable = 0
         self._file = file
-        return is_void, iter(()) if file is None else self._read()
+        return is_void, iter(()) if file is None else self._lines()
 
-    def _read(self) -> Iterator[bytes]:
+    def _lines(self) -> Iterator[tuple[T, int, int]]:
         with self.path.open("rb") as file:
-            file.seek(self.place)
+            file.seek(self._place)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self.place += len(line)
-                yield line
+                place, self._place = self._place, self._place + len(line)
+                try:
+                    row = self._read(line)
+                except ForeignError:
+                    self.num_unreadable += 1
+                else:
+                    yield row, place, len(line)
 
 
 def size_of(path: Path) -> int:

@@ -5,7 +5,7 @@ which the server computes on request and an export writes to files:
     state                         figures that change whenever there is new data
     metrics?from=N                rows of metrics.jsonl from number N on
     log                           the end of run.log
-    steps?from=N                  the index of all trees
+    steps                         the index of all trees
     steps/N                       one step; steps/N/search?q=TEXT: trees that contain a text
     steps/N/trees/I               one tree
     evaluations/E                 the index of an evaluation; also .../search?q=TEXT
@@ -87,12 +87,10 @@ class Trees:
     def steps(self) -> list[int]:
         return list(steps_of(self.folder))
 
-    def index(self, since: int = 0) -> Figures:
-        """A row for each tree from step `since` on; reads no tree."""
+    def index(self) -> Figures:
+        """A row for each tree; reads no tree."""
         rows, cut_off = list[list[Any]](), []
         for number, path in steps_of(self.folder).items():
-            if number < since:
-                continue
             try:
                 step = _step(path, _state(path))
             except DataError:
@@ -111,7 +109,6 @@ class Trees:
         return {
             "step": number,
             "policy_version": step.header.policy_version,
-            "incarnation": step.header.incarnation,
             "num_trees": step.header.num_trees,
             "is_whole": step.is_whole,
             "metrics": step.header.metrics,
@@ -210,13 +207,11 @@ def _details(entry: Entry, kept: KeptTree) -> Figures:
         "env": tree.task.env_id,
         "right": sum(bool(leaf.info.get("success")) for leaf in leaves if leaf.end != "failed"),
         "failures": dict(Counter(failure_kind_of(leaf.error) for leaf in tree.failures())),
-        "limits": dict(Counter(str(leaf.limit) for leaf in leaves if leaf.end == "truncated")),
         "calls": len(calls),
         "call_errors": sum(not call.get("ok", True) for call in calls),
         "tool_s": sum(float(call.get("duration_s") or 0.0) for call in calls),
         "entropy": _mean(np.concatenate([EMPTY, *(node.entropies for node in tree.nodes)])),
         "gap": _mean(np.abs(_gaps(tree))),
-        "retaken": tree.num_retaken,
         "changed": changed_forks(tree),
     }
 
@@ -318,9 +313,8 @@ class Folder:
         self.others = list(others)
         self.trees = Trees(path, partial(tokenizers_of, path))
         self._lock = threading.Lock()
-        self._metrics = JsonLines(path / METRICS)
+        self._metrics = JsonLines[Any](path / METRICS, decode_loose)
         self._rows: list[Any] = []
-        self._num_unreadable = 0
         self._epoch = 0  # incremented whenever earlier rows become invalid
         self._evaluations: dict[Path, Evaluation] = {}
 
@@ -336,7 +330,7 @@ class Folder:
             case ["log"]:
                 return {"text": tail(self.path / LOG_FILE)}
             case ["steps"]:
-                return self.trees.index(_number(query.get("from", "0")))
+                return self.trees.index()
             case ["steps", step]:
                 return self.trees.step(_number(step))
             case ["steps", step, "search"]:
@@ -368,11 +362,7 @@ class Folder:
             "checkpoints": [path.name for path in checkpoints],
             "steps": self.trees.steps(),
             "has_texts": any(path.is_file() for path in tokenizers_of(self.path)),
-            "has_metrics": size_of(self.path / METRICS) > 0,
-            "evaluations": [
-                {"id": key, **one.about(), "bytes": one.state()}
-                for key, one in self.evaluations().items()
-            ],
+            "evaluations": [{"id": key, **one.about()} for key, one in self.evaluations().items()],
         }
 
     def status(self) -> Figures:
@@ -401,22 +391,18 @@ class Folder:
         """Rows from number `since` on; all rows if the file has changed since the `epoch` of the
         reader."""
         with self._lock:
-            is_void, lines = self._metrics.new()
+            is_void, rows = self._metrics.new()
             if is_void:
-                self._rows, self._num_unreadable = [], 0
+                self._rows = []
                 self._epoch += 1
-            for line in lines:
-                try:
-                    self._rows.append(decode_loose(line))
-                except ForeignError:
-                    self._num_unreadable += 1
+            self._rows += (row for row, *_ in rows)
             if epoch != str(self._epoch):
                 since = 0
             return {
                 "from": since,
                 "epoch": self._epoch,
                 "rows": self._rows[since:],
-                "num_unreadable": self._num_unreadable,
+                "num_unreadable": self._metrics.num_unreadable,
             }
 
     def evaluations(self) -> dict[str, Evaluation]:
@@ -443,12 +429,8 @@ def tokenizers_of(run: Path) -> Iterator[Path]:
     """The files that may have the tokenizer of a run, the best first."""
     folders = [*reversed(Checkpoints(run / "checkpoints").finished())]
     folders += [run / "model", run / "resumed"]
-    config = _json(run / CONFIG_FILE)
-    model = config.get("model") if isinstance(config, dict) else None
-    named = model if isinstance(model, dict) else {}
-    for key in ("tokenizer", "path"):
-        if isinstance(found := named.get(key), str) and found:
-            folders.append(resolver(run)(found))
+    with suppress(LookupError, TypeError):  # damaged, or of an evaluation
+        folders.append(resolver(run)(str(_json(run / CONFIG_FILE)["model"]["path"])))
     yield from (folder / "tokenizer.json" for folder in folders)
 
 

@@ -280,8 +280,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         return plan.fork_window > 0 or not isinstance(plan, Independent)
 
     def advantages(self, returns: Floats) -> Floats:
-        """Advantages of one group from its returns; equal returns give exactly 0. An algorithm with
-        the key normalize_by_std divides by their deviation as that says, others always."""
+        """Advantages of one group from its returns; equal returns give exactly 0. They are divided
+        by the deviation of the returns unless `normalize_by_std`, a key or a constant, is false."""
         return group_advantages(returns, norm_by_std=getattr(self, "normalize_by_std", True))
 
     def penalty(self, trajectory: Trajectory) -> float:

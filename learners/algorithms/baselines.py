@@ -57,9 +57,7 @@ class DrGRPO(algorithm.Clipped, frozen=True, kw_only=True, tag="dr_grpo"):
     """
 
     aggregation: algorithm.AggregationKey = "seq-mean-token-sum-norm"
-
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=False)
+    normalize_by_std: ClassVar[bool] = False
 
 
 OVERLONG: dict[Limit, Truncated] = {
@@ -125,29 +123,27 @@ def normalize_over_batch(
     (REINFORCE++, Hu 2025, arXiv 2501.03262); std unbiased. Trees whose credit is None are in no
     statistics. A mean within rounding is 0.
     """
+    out = list(credits)
     parts = []
-    for tree, credit in zip(trees, credits, strict=True):
+    for number, (tree, credit) in enumerate(zip(trees, credits, strict=True)):
         if credit is not None:
             leaves = np.flatnonzero(~np.isnan(credit.advantages))
             paths = [tree.history(tree.nodes[leaf]) for leaf in leaves.tolist()]
             lengths = [sum(len(node.action_ids) for node in path) for path in paths]
-            parts.append((credit.advantages[leaves], np.array(lengths, np.float64), paths))
+            figures = credit.returns[leaves], credit.advantages[leaves], lengths
+            parts.append((number, paths, *figures))
     if not parts:
-        return list(credits)
-    advantages = np.concatenate([part[0] for part in parts])
-    counts = np.concatenate([part[1] for part in parts])
+        return out
+    advantages = np.concatenate([own for *_, own, _ in parts])
+    counts = np.concatenate([lengths for *_, lengths in parts]).astype(np.float64)
     total = float(counts.sum())
     mean = float((counts * advantages).sum()) / max(total, 1.0)
     if abs(mean) <= ROUNDING * np.abs(advantages).max():
         mean = 0.0
     variance = float((counts * (advantages - mean) ** 2).sum()) / max(total - 1.0, 1.0)
     scale = math.sqrt(variance) + EPSILON
-    out, remaining = list(credits), iter(parts)
-    for number, (tree, credit) in enumerate(zip(trees, credits, strict=True)):
-        if credit is not None:
-            old, _, paths = next(remaining)
-            returns = credit.returns[~np.isnan(credit.returns)]
-            out[number] = spread(tree, paths, returns, (old - mean) / scale, sharing)
+    for number, paths, returns, own, _ in parts:
+        out[number] = spread(trees[number], paths, returns, (own - mean) / scale, sharing)
     return out
 
 
@@ -161,6 +157,8 @@ class ReinforcePP(algorithm.Clipped, frozen=True, kw_only=True, tag="reinforce_p
     the statistics unless queue.equal_groups drops them. Differs from the paper: dual clip.
     """
 
+    normalize_by_std: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_reward > 0:
@@ -168,9 +166,6 @@ class ReinforcePP(algorithm.Clipped, frozen=True, kw_only=True, tag="reinforce_p
                 "algorithm.kl_reward: reinforce_pp normalizes over the whole update and has its KL "
                 "in the loss; set kl_loss"
             )
-
-    def advantages(self, returns: Floats) -> Floats:
-        return group_advantages(returns, norm_by_std=False)
 
     def over_update(
         self, trees: Sequence[TrajectoryTree], credits: Sequence[TreeCredit | None]

@@ -80,8 +80,7 @@ class RankBackend:
                     param.grad = torch.zeros_like(param)
                 dist.all_reduce(param.grad)
         bound = self.grad_clip or math.inf
-        used = [param for param in params if param.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(used, bound))
+        norm = float(torch.nn.utils.clip_grad_norm_(params, bound))
         if math.isfinite(norm):
             scale_learning_rates(self.base_optimizer, lr_scale)
             self.base_optimizer.step()
@@ -193,11 +192,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def __init__(
         self, muon_groups: list[dict[str, Any]], adamw_groups: list[dict[str, Any]]
     ) -> None:
-        self._parts: list[torch.optim.Optimizer] = []
-        if muon_groups:
-            self._parts.append(torch.optim.Muon(muon_groups))
-        if adamw_groups:
-            self._parts.append(torch.optim.AdamW(adamw_groups))
+        self._parts = torch.optim.Muon(muon_groups), torch.optim.AdamW(adamw_groups)
         for number, part in enumerate(self._parts):
             for group in part.param_groups:
                 group["part"] = number
@@ -286,6 +281,5 @@ def moved_weights(
 
 def _kept_in_float32(model: Any) -> set[str]:
     """Parts of names of the parameters that transformers always loads in float32."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    return {part for name in names for part in getattr(causal, name, None) or ()}
+    return {part for name in names for part in getattr(model, name, None) or ()}

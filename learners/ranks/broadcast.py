@@ -35,8 +35,9 @@ from torch.distributed.distributed_c10d import Backend, GroupName, _new_process_
 
 from agentenv.base.errors import reported_as
 from agentenv.base.ports import hold_port, port_of
-from agentenv.contract.weights import Address, Bucket, Group
+from agentenv.contract.weights import Address, Bucket, Group, Manifest
 from agentenv.learners.ranks.backend import RankBackend
+from agentenv.learners.ranks.checkpoint import described
 from agentenv.learners.ranks.export import BUCKET_BYTES, WeightEntry, buckets, entries, gathered
 from agentenv.learners.ranks.messages import OpenGroup, RankTransfer
 
@@ -44,10 +45,6 @@ POLL_S = 0.0005  # between polls of a bucket in transit
 JOIN_POLL_S = 0.02
 SLACK_S = 5.0  # for a link to end by itself
 SOCKETS = Path("/proc/self/fd")
-
-
-class BroadcastError(RuntimeError):
-    """The controller aborted the command."""
 
 
 class Broadcaster:
@@ -65,16 +62,9 @@ class Broadcaster:
         self._joined = False
         self._timeout_s = 0.0
 
-    def manifest(self) -> list[Bucket]:
-        """The buckets of `send`, in order."""
-        return [
-            Bucket(
-                [entry.name for entry in bucket],
-                [str(entry.dtype).removeprefix("torch.") for entry in bucket],
-                [list(entry.shape) for entry in bucket],
-            )
-            for bucket in packs(self.backend.policy.model)
-        ]
+    def manifest(self) -> Manifest:
+        """The buckets of `send`."""
+        return [Bucket(*described(bucket)) for bucket in packs(self.backend.policy.model)]
 
     def open(self, command: OpenGroup) -> RankTransfer:
         """Open the link that the servers support; the reply has its address on rank 0 only."""
@@ -118,16 +108,14 @@ class Broadcaster:
         thread.start()
         problem = ""
         end = time.monotonic() + 2 * group.timeout_s + SLACK_S  # the store's, then the group's
-        while thread.is_alive():
+        while thread.is_alive() and not problem:
             thread.join(JOIN_POLL_S)
             late = time.monotonic() > end
-            if not problem and (late or self.interrupted()):
+            if late or self.interrupted():
                 kind = "did not form in time" if late else "was aborted"
                 problem = f"joining the group of the engines {kind}"
-                end = time.monotonic() + SLACK_S
                 link.abort()
-            elif problem and late:
-                break
+                thread.join(SLACK_S)
         problem = problem or outcome[0]
         self._joined = not problem
         if problem:
@@ -171,9 +159,9 @@ class Broadcaster:
         end = time.monotonic() + self._timeout_s
         while not sent():
             if self.interrupted():
-                raise BroadcastError("it was aborted")
+                raise RuntimeError("it was aborted")
             if time.monotonic() > end:
-                raise BroadcastError(f"a bucket was not received within {self._timeout_s:g} s")
+                raise RuntimeError(f"a bucket was not received within {self._timeout_s:g} s")
             time.sleep(POLL_S)
 
 
@@ -232,14 +220,7 @@ class TorchLink:
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         work = self._group.broadcast([data], options)
-
-        def sent() -> bool:
-            if work.is_completed():
-                work.wait()  # raises the error of a failed transfer
-                return True
-            return False
-
-        return sent
+        return lambda: work.is_completed() and work.wait()  # raises the error of a failed transfer
 
     def abort(self) -> None:
         """End transfers; on gloo by shutting down every connection, since its `abort` does nothing
@@ -341,17 +322,15 @@ class NcclLink:
 
 
 def open_sockets() -> dict[int, str]:
-    """The system's names of this process's sockets, by file descriptor; empty where /proc is
-    missing."""
+    """The system's names of this process's sockets, by file descriptor."""
     found = {}
-    if SOCKETS.is_dir():
-        for path in SOCKETS.iterdir():
-            with suppress(OSError):  # the one of the listing itself
-                if (name := os.readlink(path)).startswith("socket:"):
-                    found[int(path.name)] = name
+    for path in SOCKETS.iterdir():
+        with suppress(OSError):  # the one of the listing itself
+            if (name := os.readlink(path)).startswith("socket:"):
+                found[int(path.name)] = name
     return found
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Of its text, or the name of its class."""
     return (str(error) or type(error).__name__).splitlines()[0]

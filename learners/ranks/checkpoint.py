@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -65,14 +65,15 @@ class Fragment:
         return tensor.detach().view(-1)[self.offset : self.offset + self.size]
 
 
+def trained_params(backend: RankBackend) -> list[tuple[str, Any]]:
+    """The trained parameters by name, in the order of the model."""
+    named = backend.policy.model.named_parameters()
+    return [(name, param) for name, param in named if param.requires_grad]
+
+
 def fragments(backend: RankBackend) -> Iterator[Fragment]:
     """The fragments of this rank, of trained parameters."""
-    stage = backend.stage
-    params = [
-        (name, param)
-        for name, param in backend.policy.model.named_parameters()
-        if param.requires_grad
-    ]
+    stage, params = backend.stage, trained_params(backend)
     if stage == 0:
         for name, param in params:
             yield Fragment(name, tuple(param.shape), 0, param.numel(), param, 0)
@@ -227,6 +228,12 @@ class TensorPlace:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def described(places: Sequence[TensorPlace]) -> tuple[list[str], list[str], list[list[int]]]:
+    """Names, dtypes and shapes in the form of a Bucket."""
+    dtypes = [str(one.dtype).removeprefix("torch.") for one in places]
+    return [one.name for one in places], dtypes, [list(one.shape) for one in places]
 
 
 Load = Callable[[], Tensor]

@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # torch is slow to import, and users of pairs do not need it
 
     from agentenv.learners.ranks.trainer import Trainer
 
-Bools = NDArray[np.bool_]
 Answer = tuple[ArrayLike, ArrayLike]  # token ids from the prompt on, mask of the policy's tokens
 
 
@@ -51,11 +50,10 @@ def encode_pair(chosen: Answer, rejected: Answer) -> EncodedTree:
     shared = min(shared, len(ids) - 1, len(other_ids) - 1)  # both branches have a token
     if shared < 1:
         raise DataError("the chosen and the rejected answer have different prompts")
-    rest = len(ids) - shared
     return from_arrays(
         np.concatenate([ids, other_ids[shared:]]),
         np.concatenate([mask, other_mask[shared:]]),
-        starts=[0, shared, shared + rest],
+        starts=[0, shared, len(ids)],
         parents=[-1, 0, 0],
         adv_pos=[1.0, 1.0, 0.0],
         adv_neg=[-1.0, 0.0, -1.0],
@@ -126,7 +124,7 @@ def preference_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {n: value if n.startswith("num_") else value / count for n, value in totals.items()}
 
 
-def _arrays(answer: Answer) -> tuple[NDArray[np.int32], Bools]:
+def _arrays(answer: Answer) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
     ids, mask = np.asarray(answer[0], np.int32), np.asarray(answer[1], np.bool_)
     if len(ids) != len(mask) or not mask.any() or mask[0]:
         raise DataError("an answer needs a mask of its length, with a True after its first token")

@@ -30,7 +30,7 @@ from torch import Tensor, dtype
 from agentenv.base import model_files
 from agentenv.base.disk import removing, sync, write_whole
 from agentenv.base.errors import DataError, EngineError, reported_as
-from agentenv.contract.weights import read_header, read_layout, weight_files
+from agentenv.contract.weights import INDEX, SINGLE, read_header, read_layout, weight_files
 from agentenv.learners import lora
 from agentenv.learners.ranks.checkpoint import DTYPES, TensorPlace, write_tensors
 from agentenv.learners.trees.policy import text_part
@@ -38,10 +38,7 @@ from agentenv.learners.trees.policy import text_part
 if TYPE_CHECKING:
     from agentenv.learners.ranks.backend import RankBackend
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-FOLDERS = ("additional_chat_templates",)  # subfolders that transformers also reads
-NOT_OF_THE_MODEL = ("state.json",)
+TEMPLATES = "additional_chat_templates"  # a subfolder that transformers also reads
 MAX_SHARD_BYTES = 5 << 30
 BUCKET_BYTES = 512 << 20
 
@@ -115,7 +112,7 @@ def entries(model: Any, source: Path | None = None) -> Iterator[WeightEntry]:
         return
     files, same = WeightFiles(source), tied_names(model)
     by_name = {entry.name: entry for entry in written}
-    for name in files.names():
+    for name in files.files:
         if name in same and name not in by_name:
             yield replace(by_name[same[name]], name=name)
         elif name not in by_name:
@@ -150,17 +147,14 @@ def tied_names(model: Any) -> dict[str, str]:
     def disk(name: str) -> str:
         return next(iter(lora.disk_shapes(model, name, (2, 2), torch.float32)))
 
-    first = {id(param): name for name, param in model.named_parameters()}
-    every = {
-        name: first[id(param)] for name, param in model.named_parameters(remove_duplicate=False)
-    }
-    return {disk(name): disk(other) for name, other in every.items() if name != other}
+    tied = lora.names_of(model).values()
+    return {disk(other): disk(first) for first, *others in tied for other in others}
 
 
 def untrained(model: Any, source: Path) -> list[str]:
     """The tensors of the directory `source` that the model does not train."""
     trained = {entry.name for entry in _own_entries(model, text_part(model))}
-    return sorted({*WeightFiles(source).names()} - trained - tied_names(model).keys())
+    return sorted(WeightFiles(source).files.keys() - trained - tied_names(model).keys())
 
 
 def _entries_of(
@@ -249,7 +243,7 @@ def _name_shards(partials: list[Path], shards: list[list[WeightEntry]], director
         stale.unlink()
     if len(shards) == 1:
         (directory / INDEX).unlink(missing_ok=True)
-        os.replace(partials[0], directory / WEIGHTS)
+        os.replace(partials[0], directory / SINGLE)
         return
     places: dict[str, str] = {}
     for number, (path, shard) in enumerate(zip(partials, shards, strict=True), 1):
@@ -269,10 +263,9 @@ def copy_files(source: Path, directory: Path, dtype: str) -> None:
     DataError for a broken link.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    inside = [path for name in FOLDERS for path in (source / name).glob("*")]
-    for path in [*source.iterdir(), *inside]:
+    for path in [*source.iterdir(), *(source / TEMPLATES).glob("*")]:
         target = directory / path.relative_to(source)
-        if path.name.endswith(model_files.WEIGHTS_SUFFIXES) or path.name in NOT_OF_THE_MODEL:
+        if path.name.endswith(model_files.WEIGHTS_SUFFIXES) or path.name == "state.json":
             continue
         if not path.exists():
             raise DataError(f"{path}: this link is broken; download or copy the model again")
@@ -302,25 +295,19 @@ def check_written(directory: Path) -> None:
 
 def _config_with(path: Path, dtype: str) -> str:
     config = model_files.read_object(path, "model configuration")
-    for key in ("dtype", "torch_dtype"):
-        if key in config:
-            config[key] = dtype
-    if "torch_dtype" not in config:
-        config["dtype"] = dtype
+    known = config.keys() & {"dtype", "torch_dtype"}
+    config |= dict.fromkeys(known or {"dtype"}, dtype)
     return json.dumps(config, indent=2) + "\n"
 
 
 class WeightFiles:
-    """The tensors of a Hugging Face directory, mapped from its files."""
+    """The tensors of a Hugging Face directory, mapped from its `files`, by the tensors' names."""
 
     def __init__(self, directory: Path) -> None:
         with reported_as(DataError, "", EngineError):
             paths = weight_files(directory)
-            self._files = {name: path for path in paths for name in read_header(path)}
+            self.files = {name: path for path in paths for name in read_header(path)}
         self._open = cache(partial(safe_open, framework="pt"))
-
-    def names(self) -> list[str]:
-        return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(name).get_slice(name).get_shape())
@@ -333,4 +320,4 @@ class WeightFiles:
         return found
 
     def _file(self, name: str) -> Any:
-        return self._open(self._files[name])
+        return self._open(self.files[name])

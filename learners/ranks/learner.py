@@ -59,7 +59,8 @@ async def start_ranks(
     gpus: Sequence[str] = (),
     remote: RemoteRanks | None = None,
 ) -> RankGroup:
-    """The ranks, before they load a model; see `DeepSpeedLearner.start`."""
+    """The ranks, before they load a model. `gpus`: those for ranks on this machine, as in
+    CUDA_VISIBLE_DEVICES; empty: all. `log_path`: see `DeepSpeedLearner.start`."""
     ranks = RankGroup(config, log_path, gpus, remote)
     await ranks.start(config.start_timeout_s)
     return ranks
@@ -86,23 +87,21 @@ class DeepSpeedLearner:
         log_path: Path,
         *,
         seed: int = 0,
-        gpus: Sequence[str] = (),
         ranks: RankGroup | None = None,
         teacher: Path | None = None,
     ) -> DeepSpeedLearner:
         """Start the ranks and load the model of a Hugging Face directory into them.
 
-        Rank 0 writes its log to `log_path`, the others next to it. `gpus` are those for ranks on
-        this machine, as in CUDA_VISIBLE_DEVICES; empty: all. `ranks` may be already started ones.
-        `teacher`: the directory of a second model on every rank, for `score(by_teacher=True)`.
-        Raises ConfigError for contradictory settings or an invalid model directory, LearnerError if
-        a rank does not start.
+        Rank 0 writes its log to `log_path`, the others next to it. `ranks` may be already started
+        ones. `teacher`: the directory of a second model on every rank, for
+        `score(by_teacher=True)`. Raises ConfigError for contradictory settings or an invalid model
+        directory, LearnerError if a rank does not start.
         """
         await in_thread(check_start, config, algorithm, model_dir)
         if config.deepspeed_config:  # ranks may run in another directory
             path = _absolute(Path(config.deepspeed_config))
             config = replace(config, deepspeed_config=path)
-        ranks = ranks or await start_ranks(config, log_path, gpus)
+        ranks = ranks or await start_ranks(config, log_path)
         learner = cls(config, algorithm, ranks)
         try:
             path = _absolute(model_dir)

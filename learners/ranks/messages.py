@@ -22,7 +22,7 @@ from msgspec.structs import asdict, replace
 
 from agentenv.base.errors import ConfigError, reported_as
 from agentenv.base.registry import loaded
-from agentenv.contract.weights import Address, Bucket, Group, SharedWeights, Wire
+from agentenv.contract.weights import Address, Group, Manifest, SharedWeights, Wire
 from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.keys import Agreement, LearnerConfig, Score
 from agentenv.learners.optimizer import OptimizerConfig
@@ -80,7 +80,7 @@ class RankScores(RankDone):
 class RankManifest(RankDone):
     """What SendWeights will broadcast, in order."""
 
-    buckets: list[Bucket]
+    buckets: Manifest
 
 
 class RankTransfer(RankDone):

@@ -23,6 +23,7 @@ from agentenv.learners.lora import (
     empty_model,
     is_adapter,
     merged,
+    names_of,
     write_adapter,
 )
 from agentenv.learners.ranks import export as exports
@@ -59,9 +60,9 @@ def export(
     # Loaded, not made from its configuration: transformers notes what it renames.
     model = load_pretrained("AutoModelForCausalLM", checkpoint, device_map="meta")
     fused = {} if saved is None else _fused(saved, model)
-    first = {id(param): name for name, param in model.named_parameters()}
+    own_names = names_of(model)
     names = {  # in memory by that on disk; the others are unchanged, as are biases of routers
-        disk: first[id(param)]
+        disk: own_names[id(param)][0]
         for name, param in model.named_parameters(remove_duplicate=False)
         for disk in disk_shapes(model, name, tuple(param.shape), param.dtype)
     }
@@ -79,12 +80,12 @@ def export(
         before = weights.dtype(name)
         return wanted if before.is_floating_point and name in names else before
 
-    own = {name: name for name in weights.names()}
+    own = {name: name for name in weights.files}
     if text is not None:
         own = dict(zip(disk_names(model), disk_names(text), strict=True))
     entries = [
         exports.WeightEntry(own[name], written(name), weights.shape(name), partial(tensor, name))
-        for name in weights.names()
+        for name in weights.files
         if name in own
     ]
     if text is not None:

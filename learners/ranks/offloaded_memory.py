@@ -28,8 +28,7 @@ class HostMemory:
 
     def take(self, num_bytes: int, device: torch.device) -> Tensor:
         """uint8 [num_bytes] for a copy of data on `device`."""
-        free = self._free.get(num_bytes)
-        if free:
+        if free := self._free.get(num_bytes):
             return free.pop()
         found = torch.empty(num_bytes, dtype=torch.uint8)
         if device.type == "cuda":
@@ -140,8 +139,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _tensors(pair)
+        yield from _tensors([*value.items()])
     elif isinstance(value, list | tuple | set):
         for each in value:
             yield from _tensors(each)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import psutil
 
-from agentenv.base.deadline import uncancelled
+from agentenv.base.deadline import cancel_all, uncancelled
 from agentenv.base.errors import SHOWN, ConfigError, LearnerError
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks import messages as wire
@@ -101,7 +101,6 @@ AGAIN = 4  # factor of the time until the next report
 LEAST_SILENT_S = 10.0  # for commands of less than a second
 FIRST_S = 30.0  # assumed usual duration before the first reply to a command
 NUM_USUAL = 20  # replies for the median
-LOST = (OSError, EOFError)  # IncompleteReadError is an EOFError
 
 
 @dataclass(eq=False)
@@ -131,11 +130,6 @@ class RankGroup:
         self._seconds: dict[str, deque[float]] = {}  # of the last answers, by command
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids by rank; empty before the start and after close."""
-        return [link.hello.pid for link in self._links]
-
-    @property
     def store(self) -> str:
         """Rendezvous of the ranks; see `Hello`."""
         return self._links[0].hello.store
@@ -151,12 +145,23 @@ class RankGroup:
             )
         placement = self._placement
         host, port = ("", "0") if local else self.config.address.rsplit(":", 1)
-        arrivals: asyncio.Queue[RankLink] = asyncio.Queue()
+        joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        links: dict[int, RankLink] = {}
         is_here = isinstance(placement, LocalPlacement)
 
         def admit(hello: Hello, link: Link) -> bool:
+            if joined.done():
+                return False
+            if hello.total != self.config.num_ranks:
+                text = f"a learner rank on {hello.host} is one of {hello.total}, but "
+                text += f"learner.num_ranks = {self.config.num_ranks}"
+                joined.set_exception(LearnerError(text))
+                return False
             log_path = self._log_of(hello.number) if local else None
-            arrivals.put_nowait(RankLink(hello, link, log_path, is_here))
+            links[hello.number] = RankLink(hello, link, log_path, is_here)
+            self._links = [links[number] for number in sorted(links)]
+            if len(links) == self.config.num_ranks:
+                joined.set_result(None)
             return True
 
         reception = Reception(token, admit)
@@ -167,13 +172,10 @@ class RankGroup:
                     for rank in range(self.config.num_ranks):
                         address = f"{placement.host}:{reception.port}"
                         group.create_task(self._start(placement, rank, address, token))
-            await self._wait_for_all(arrivals, timeout_s)
+            await self._wait_for_all(joined, timeout_s)
         except BaseException:
-            try:
-                await self.close()
-            finally:
-                while not arrivals.empty():  # surplus ranks
-                    arrivals.get_nowait().link.abort()
+            joined.cancel()
+            await self.close()
             raise
         finally:
             await reception.close()
@@ -208,43 +210,27 @@ class RankGroup:
         path = self.log_path
         return path.with_name(f"{path.stem}-{rank}{path.suffix}") if rank else path
 
-    async def _wait_for_all(self, arrivals: asyncio.Queue[RankLink], timeout_s: float) -> None:
+    async def _wait_for_all(self, joined: asyncio.Future[None], timeout_s: float) -> None:
         ended: list[asyncio.Future[str]] = []
         if self._placement is not None:
             ranks = range(self.config.num_ranks)
             ended = [asyncio.ensure_future(self._placement.ended(f"rank-{n}")) for n in ranks]
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        links: dict[int, RankLink] = {}
+        waiting: set[asyncio.Future[Any]] = {joined, *ended}
         try:
-            while len(links) < self.config.num_ranks:
-                arrival = asyncio.ensure_future(arrivals.get())
-                left = deadline - asyncio.get_running_loop().time()
-                waiting: set[asyncio.Future[Any]] = {arrival, *ended}
-                done, _ = await asyncio.wait(
-                    waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED
-                )
-                if arrival not in done:
-                    arrival.cancel()
-                    raise self._start_failure(ended, links, timeout_s)
-                link = arrival.result()
-                if link.hello.total != self.config.num_ranks:
-                    link.link.abort()
-                    raise LearnerError(
-                        f"a learner rank on {link.hello.host} is one of {link.hello.total}, but "
-                        f"learner.num_ranks = {self.config.num_ranks}"
-                    )
-                links[link.hello.number] = link
-            self._check_replicas(links)
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if not joined.done():
+                raise self._start_failure(ended, timeout_s)
+            await joined
+            self._check_replicas()
         finally:
             for each in ended:
                 each.cancel()
-            self._links = [links[rank] for rank in sorted(links)]
 
-    def _check_replicas(self, links: dict[int, RankLink]) -> None:
+    def _check_replicas(self) -> None:
         """Raises LearnerError if the ranks of a context group, which communicate in every layer,
         are on several machines."""
         size = self.config.context_parallel
-        hosts = {rank: link.hello.host for rank, link in links.items()}
+        hosts = {link.hello.number: link.hello.host for link in self._links}
         for rank, host in hosts.items():
             first = rank - rank % size
             if host != hosts[first]:
@@ -255,14 +241,15 @@ class RankGroup:
                 )
 
     def _start_failure(
-        self, ended: Sequence[asyncio.Future[str]], links: dict[int, RankLink], timeout_s: float
+        self, ended: Sequence[asyncio.Future[str]], timeout_s: float
     ) -> LearnerError:
         for rank, process in enumerate(ended):
             if process.done():
                 return self._error(rank, process.result(), self._log_of(rank))
-        missing = sorted(set(range(self.config.num_ranks)) - set(links))
-        log_path = None if self._placement is None else self._log_of(missing[0])
-        return self._error(missing[0], f"did not connect in {timeout_s:.0f} s", log_path)
+        here = {link.hello.number for link in self._links}
+        missing = next(rank for rank in range(self.config.num_ranks) if rank not in here)
+        log_path = None if self._placement is None else self._log_of(missing)
+        return self._error(missing, f"did not connect in {timeout_s:.0f} s", log_path)
 
     async def call(
         self, commands: Sequence[wire.RankCommand[wire.R]], timeout_s: float
@@ -281,9 +268,7 @@ class RankGroup:
                 await self.close()
                 raise
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await cancel_all(tasks)
             if problem is not None:
                 raise problem
         return [reply for task in tasks if not isinstance(reply := task.result(), wire.RankFailed)]
@@ -410,7 +395,7 @@ class RankGroup:
 
 
 def _is_lost(task: asyncio.Task[Any]) -> bool:
-    return task.done() and not task.cancelled() and isinstance(task.exception(), LOST)
+    return task.done() and not task.cancelled() and isinstance(task.exception(), OSError | EOFError)
 
 
 def _is_failed(task: asyncio.Task[Any]) -> bool:

@@ -39,7 +39,7 @@ from agentenv.base.ports import LOOPBACK_DEVICE, is_loopback
 from agentenv.base.secrets import seal_output
 from agentenv.base.untrusted import packed
 from agentenv.learners.ranks import messages as wire
-from agentenv.learners.ranks.broadcast import open_store
+from agentenv.learners.ranks.broadcast import first_line, open_store
 from agentenv.learners.ranks.model_check import lacks_memory
 from agentenv.learners.ranks.rank import Rank
 from agentenv.learners.trees.encoded_tree import EncodedTree
@@ -178,8 +178,7 @@ def failure(error: Exception, text: str) -> wire.RankFailed:
         if isinstance(cause, AgentEnvError) and not lacks_memory(cause.__cause__):
             return wire.RankFailed(str(cause), "")
         if lacks_memory(cause):
-            reason = (str(cause) or "out of memory").splitlines()[0]
-            return wire.RankFailed(OUT_OF_MEMORY.format(reason + place_of(cause)), "")
+            return wire.RankFailed(OUT_OF_MEMORY.format(first_line(cause) + place_of(cause)), "")
         if isinstance(cause, OSError) and cause.strerror:
             return wire.RankFailed(
                 f"{cause.filename or 'writing a file'}: {explain(cause, DIR_KEY)}", ""
@@ -200,11 +199,10 @@ def end_with_controller(connection: socket.socket) -> None:
     while True:
         time.sleep(ORPHAN_POLL_S)
         try:
-            readable = select.select([connection], [], [], 0)[0]
-            gone = bool(readable) and not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:  # the main thread has read it
+            gone = not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # it is silent
             continue
-        except (OSError, ValueError):  # closed by the main thread, or broken
+        except OSError:  # closed by the main thread, or broken
             gone = True
         if gone:
             time.sleep(ORPHAN_GRACE_S)

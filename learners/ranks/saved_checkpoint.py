@@ -23,6 +23,7 @@ from agentenv.learners.ranks.checkpoint import (
     LocalWeights,
     fragments,
     shard_name,
+    trained_params,
 )
 
 
@@ -106,9 +107,7 @@ def restore(backend: RankBackend, saved: Checkpoint) -> None:
 def local_weights(backend: RankBackend) -> Iterator[tuple[str, int, Tensor]]:
     """Name, first element and elements of each trained weight in the form for computation on this
     rank: the whole weight at stages 0 to 2, the rank's part at stage 3."""
-    for name, param in backend.policy.model.named_parameters():
-        if not param.requires_grad:
-            continue
+    for name, param in trained_params(backend):
         if not hasattr(param, "ds_tensor"):
             yield name, 0, param.detach().view(-1)
             continue

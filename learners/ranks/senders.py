@@ -51,12 +51,12 @@ class LearnerSender(_Sender):
     def __init__(self, learner: DeepSpeedLearner, folder: Path, timeout_s: float) -> None:
         super().__init__(learner, folder)
         self.timeout_s = timeout_s
-        self._manifest = Manifest([])
+        self._manifest: Manifest = []
 
     async def publish(self) -> int:
         """Make the learner's weights its next policy version; returns the number."""
         reply = (await self.learner.call_all(wire.Announce()))[0]
-        self._manifest = Manifest(reply.buckets)
+        self._manifest = reply.buckets
         return self._published(reply.policy_version)
 
     async def manifest(self) -> Manifest:

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from agentenv.contract.weights import SharedWeights
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.broadcast import first_line
-from agentenv.learners.ranks.checkpoint import TensorPlace
+from agentenv.learners.ranks.checkpoint import TensorPlace, described
 from agentenv.learners.ranks.export import WeightEntry, copy_files, entries, gathered, write_weights
 from agentenv.learners.ranks.offloaded_memory import HostMemory
 
@@ -139,9 +139,7 @@ class SharedCopy:
         if self._on_gpu:
             torch.cuda.synchronize(self._backend.device)
         return SharedWeights(
-            [one.name for one in self._slices],
-            [str(one.dtype).removeprefix("torch.") for one in self._slices],
-            [list(one.shape) for one in self._slices],
+            *described(self._slices),
             [one.offset for one in self._slices],
             self._num_bytes,
             {device_of(copy): [handle_of(copy) for _ in range(num_readers)]},

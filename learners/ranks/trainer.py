@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,7 +20,7 @@ from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.saved_checkpoint import Reference
 from agentenv.learners.trees.encoded_tree import ActionTokens, EncodedTree, Layout, computed
 from agentenv.learners.trees.minibatch import MiniBatch, over_all, ratios
-from agentenv.learners.trees.partition import MicroBatch, pack, split_by_tree
+from agentenv.learners.trees.partition import MicroBatch, by_tree, pack, split_by_tree
 from agentenv.learners.trees.policy import Policy
 
 # The layout of a rank's micro-batches; loss and gradient are the same, up to rounding.
@@ -143,11 +142,7 @@ class Trainer:
     ) -> list[Score]:
         """The scores of each sequence's predicted tokens, in order; with `other`, by that
         policy."""
-        figures = self.figures(sequences, other)
-        if not sequences:
-            return []
-        cuts = np.cumsum([sequence.num_action_tokens for sequence in sequences])[:-1]
-        parts = (np.split(values, cuts) for values in figures)
+        parts = (by_tree(sequences, values) for values in self.figures(sequences, other))
         return [Score(*(part.tolist() for part in one)) for one in zip(*parts, strict=True)]
 
     @torch.no_grad()
@@ -206,8 +201,7 @@ class Trainer:
             current = minibatch.proximal.copy()
             current[: minibatch.num_computed] = self.figures(computed(minibatch.trees))[0]
             terms = minibatch.terms(self.algorithm, current, self.backend.gather_replicas)
-        sums: Counter[str] = Counter(loss=0, num_computed_tokens=0)
-        maxima: dict[str, float] = {}
+        parts: list[Metrics] = [{"loss": 0.0, "num_computed_tokens": 0.0}]
         batches = self.layouts.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
@@ -219,17 +213,12 @@ class Trainer:
             loss_batch = minibatch.loss_batch(batch.index, logprobs, terms, *taught)
             loss, metrics = called(self.algorithm.loss, loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
-            sums["num_computed_tokens"] += len(batch.token_ids)
+            counts = {"num_computed_tokens": float(len(batch.token_ids))}
             if batch.layout == "segments":
-                sums["num_segments_tokens"] += len(batch.token_ids)
-            for name, value in metrics.items():
-                if name.endswith("_max"):
-                    maxima[name] = max(maxima.get(name, -math.inf), float(value))
-                else:
-                    sums[name] += float(value)  # type: ignore[assignment]
-        sums, maxima = over_ranks(self.backend.gather_replicas((sums, maxima)))
-        step = self.step(lr_scale, sums["loss"])
-        return {**minibatch.metrics, **sums, **maxima, **step}
+                counts["num_segments_tokens"] = float(len(batch.token_ids))
+            parts.append(counts | {name: float(value) for name, value in metrics.items()})
+        whole = added(self.backend.gather_replicas(added(parts)))
+        return minibatch.metrics | whole | self.step(lr_scale, whole["loss"])
 
     def _num_computed(self, batches: Sequence[MicroBatch]) -> float:
         """Tokens that all ranks compute, if the router's loss is an average over them."""
@@ -289,16 +278,17 @@ def over_steps(steps: Sequence[Metrics]) -> Metrics:
     return {name: reduce(name) for name in names}
 
 
-def over_ranks(
-    parts: Sequence[tuple[Counter[str], dict[str, float]]],
-) -> tuple[Counter[str], dict[str, float]]:
-    """Sums and maxima over all ranks; ranks without tokens have none."""
-    sums: Counter[str] = Counter()
-    maxima: dict[str, float] = {}
-    for part, highest in parts:
-        sums.update(part)
-        maxima |= {n: max(value, maxima.get(n, -math.inf)) for n, value in highest.items()}
-    return sums, maxima
+def added(parts: Sequence[Metrics]) -> Metrics:
+    """Metrics over micro-batches, or over ranks: sums, and maxima of those that end in _max. A part
+    without tokens has none."""
+    found: Metrics = {}
+    for part in parts:
+        for name, value in part.items():
+            if name.endswith("_max"):
+                found[name] = max(found.get(name, -math.inf), value)
+            else:
+                found[name] = found.get(name, 0.0) + value
+    return found
 
 
 def means(parts: Sequence[dict[str, tuple[float, int]]]) -> Metrics:

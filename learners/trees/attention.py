@@ -33,7 +33,6 @@ from transformers.masking_utils import sdpa_mask
 
 from agentenv.base.errors import ConfigError
 from agentenv.learners.trees.context import ContextShare
-from agentenv.learners.trees.encoded_tree import path_sums
 from agentenv.learners.trees.flex_attention import MIN_FLEX_WIDTH, block_mask, flex_tree_attention
 
 # Attention of a packed tree by segments: each run of tokens between forks against its path.
@@ -330,10 +329,9 @@ class TreeLayout:
     @cached_property
     def depth(self) -> NDArray[np.int64]:
         """Of each token, how many are before it on its path."""
-        starts, parents = (one.numpy().astype(np.int64) for one in self.segments)
-        sizes = np.diff(starts)
-        before = path_sums(sizes.astype(np.float64), parents).astype(np.int64) - sizes
-        return np.arange(len(self.end)) - np.repeat(starts[:-1] - before, sizes)
+        place = np.arange(len(self.end))
+        num_ended = np.searchsorted(np.sort(self.end), place, side="right")  # subtrees before it
+        return place - num_ended
 
     @cached_property
     def segments(self) -> tuple[Tensor, Tensor]:

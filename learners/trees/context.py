@@ -46,13 +46,9 @@ def join_context_group(size: int, timeout_s: float) -> ContextGroup | None:
     ranks."""
     if size == 1:
         return None
-    mine, own = dist.get_rank(), None
-    for first in range(0, dist.get_world_size(), size):
-        members = list(range(first, first + size))
-        group = dist.new_group(members, timeout=timedelta(seconds=timeout_s))
-        if mine in members:
-            own = ContextGroup(mine - first, size, group)
-    return own
+    timeout = timedelta(seconds=timeout_s)
+    group, _ = dist.new_subgroups(size, timeout=timeout)  # type: ignore[no-untyped-call]
+    return ContextGroup(dist.get_rank() % size, size, group)
 
 
 def padded(batch: MicroBatch, size: int) -> MicroBatch:

@@ -14,7 +14,6 @@ since a repeated token has its loss in one piece only.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -246,10 +245,7 @@ def trained(node: Node) -> NDArray[np.bool_]:
 
 
 def _joined(code: str, parts: Sequence[Sequence[Any]]) -> NDArray[Any]:
-    whole: array[Any] = array(code)
-    for part in parts:
-        whole.extend(part)
-    return np.asarray(whole)
+    return np.concatenate(parts, dtype=code, casting="unsafe")  # an empty list is of floats
 
 
 def from_arrays(
@@ -340,19 +336,13 @@ def _links(starts: Ints, sizes: Ints, parents: Ints) -> tuple[Ints, Ints, Ints]:
 
 def _versions(nodes: Sequence[Node], default: int) -> Longs:
     """The version of each sampled token; `default` outside of spans."""
-    versions, counts = [], []
+    versions = np.full(sum(len(node.action_ids) for node in nodes), default)
+    stop = 0
     for node in nodes:
-        size, spans = len(node.action_ids), node.version_spans
-        if len(spans) == 1 and spans[0].start == 0 and spans[0].end == size:
-            versions.append(spans[0].version)
-            counts.append(size)
-            continue
-        found = [default] * size
-        for span in spans:
-            found[span.start : span.end] = [span.version] * (span.end - span.start)
-        versions += found
-        counts += [1] * size
-    return np.repeat(np.array(versions, np.int64), counts)
+        start, stop = stop, stop + len(node.action_ids)
+        for span in node.version_spans:
+            versions[start:stop][span.start : span.end] = span.version
+    return versions
 
 
 class ActionTokens:

@@ -50,7 +50,7 @@ from agentenv.learners.trees.encoded_tree import (
     path_sums,
 )
 
-WIDE = (0.5, 2.0)  # the band for metrics when no mask is set
+WIDE = Band(low=0.5, high=2.0)  # the band for metrics when no mask is set
 
 Gather = Callable[[Any], list[Any]]  # the values of all ranks, by rank; collective
 
@@ -60,11 +60,11 @@ class MiniBatch:
 
     Values per trained token of this rank's share, in the order of `ActionTokens`, float64:
     proximal, entropies, reference (None without one), see LossBatch; is_measured, bool: whether the
-    proximal log-prob was computed (None: all), otherwise it is the engine's. adv_pos, adv_neg and
-    weight include the aggregation's coefficients and the sequence mask; importance includes
-    truncation and token mask. leaf_advantages, leaf_weights: [leaves], for methods on sequences.
-    Denominator and statistics are over all ranks. Computed trees come first, and so do the
-    `num_computed` tokens of micro-batches.
+    proximal log-prob was computed, otherwise it is the engine's. adv_pos, adv_neg and weight
+    include the aggregation's coefficients and the sequence mask; importance includes truncation and
+    token mask. leaf_advantages, leaf_weights: [leaves], for methods on sequences. Denominator and
+    statistics are over all ranks. Computed trees come first, and so do the `num_computed` tokens of
+    micro-batches.
 
     Each rank passes its share of the trees and of their tokens. Raises DataError if the algorithm
     needs entropies or groups that the trees do not have.
@@ -79,10 +79,8 @@ class MiniBatch:
         reference: Floats | None,
         algorithm: Algorithm,
         gather: Gather,
-        is_measured: NDArray[np.bool_] | None = None,
+        is_measured: NDArray[np.bool_],
     ) -> None:
-        if is_measured is None:
-            is_measured = np.ones(len(proximal), np.bool_)
         if algorithm.needs_entropies and np.isnan(entropies).any():
             raise DataError("the algorithm needs entropies, but the engine returned none")
         self.trees, self.tokens, self.is_measured = trees, tokens, is_measured
@@ -211,8 +209,7 @@ def token_importance(ratio: Floats, cap: float | Literal["none"], mask: Band | N
 def ratio_moments(ratio: Floats, weight: Floats, mask: Band | None) -> Floats:
     """Sums of w, w rho, w rho^2, and of w where rho is out of band: float64 [4], to be added
     over ranks. w counts the trajectories through a token."""
-    low, high = WIDE if mask is None else (mask.low, mask.high)
-    outside = (ratio < low) | (ratio > high)
+    outside = ~(mask or WIDE).holds(ratio)
     terms = (weight, weight * ratio, weight * ratio**2, weight * outside)
     return np.array([float(term.sum()) for term in terms])
 
@@ -291,10 +288,6 @@ class LeafMap:
         self.is_home = np.concatenate(homes)[is_leaf]
         self.is_computed = np.concatenate(computed)[is_leaf]
 
-    @property
-    def num_leaves(self) -> int:
-        return len(self.leaf_node)
-
     def to_leaves(self, values: Floats) -> Floats:
         """float64 [tokens] -> [leaves]: sum over the trained tokens of each trajectory."""
         per_node = np.bincount(self.node, values, minlength=len(self.parent))
@@ -304,7 +297,7 @@ class LeafMap:
         """float64 [leaves], each summed over the ranks with a part of its tree, in the order of
         ranks, so that all get equal results; collective."""
         _, first, tree = np.unique(self.group, return_index=True, return_inverse=True)
-        ordinal = np.arange(self.num_leaves) - first[tree]  # in its tree
+        ordinal = np.arange(len(tree)) - first[tree]  # in its tree
         is_part = self.group >= 0
         keys = (self.group << 32 | ordinal)[is_part]
         everywhere = gather((keys, values[is_part]))
@@ -329,7 +322,7 @@ class LeafMap:
         """
         weight = self.to_tokens(weights)
         if sharing == "hard":
-            count = self.to_tokens(np.ones(self.num_leaves))
+            count = self.to_tokens(np.ones_like(self.lengths))
             mean = self.to_tokens(advantages) / count * weight
             return np.maximum(mean, 0.0), np.minimum(mean, 0.0), weight
         positive = self.to_tokens(weights * np.maximum(advantages, 0.0))
@@ -387,5 +380,5 @@ def sequence_weights(
 ) -> Floats:
     """1 for trajectories inside the band, 0 outside, float64 [leaves]."""
     if mask is None:
-        return np.ones(leaves.num_leaves)
+        return np.ones_like(leaves.lengths)
     return mask.holds(sequence_ratios(log_ratio, leaves, gather)).astype(np.float64)

@@ -193,12 +193,9 @@ def partition(
     counted, trees = [tree for tree in trees if tree.is_counted], computed(trees)
     shapes = [Paths(one.sizes, one.ints("parents").tolist(), max_tokens) for one in trees]
     shards = assign_paths(shapes, num_ranks)
-    homes = {
-        place: rank for rank, shard in enumerate(shards) for place in shard if 0 in shard[place]
-    }
     parts = [
-        [part(trees[i], shard[i], i, is_home=homes[i] == rank) for i in sorted(shard)]
-        for rank, shard in enumerate(shards)
+        [part(trees[i], shard[i], i, is_home=0 in shard[i]) for i in sorted(shard)]
+        for shard in shards
     ]
     for mine, places in zip(parts, assign(counted, num_ranks), strict=True):
         mine += [counted[place] for place in places]
@@ -254,11 +251,15 @@ def forget_entropies(trees: Sequence[TrajectoryTree]) -> None:
 Share = tuple[Sequence[EncodedTree], Sequence[bytes]]
 
 
-def split_by_tree(trees: Sequence[EncodedTree], values: Floats) -> list[bytes]:
-    """The values of a Share, from those of all trained tokens, tree after tree."""
+def by_tree(trees: Sequence[EncodedTree], values: NDArray[Any]) -> list[NDArray[Any]]:
+    """Those of each tree, from the values of all trained tokens, [.., tokens], tree after tree."""
     cuts = np.cumsum([tree.num_action_tokens for tree in trees])[:-1]
-    parts = np.split(values.astype(np.float32), cuts, axis=1) if trees else []
-    return [part.tobytes() for part in parts]
+    return np.split(values, cuts, axis=-1) if trees else []
+
+
+def split_by_tree(trees: Sequence[EncodedTree], values: Floats) -> list[bytes]:
+    """The values of a Share, from those of all trained tokens."""
+    return [part.tobytes() for part in by_tree(trees, values.astype(np.float32))]
 
 
 def gathered(encoded: Sequence[EncodedTree], shares: Sequence[Share]) -> list[NDArray[np.float32]]:

@@ -297,36 +297,34 @@ class Policy(nn.Module):
     def __init__(self, model: Any, *, checkpointing: bool = False) -> None:
         super().__init__()
         self.model = model
-        causal = _without_adapters(model)
-        self.masks = recurrent_masks(causal)
-        use_tree_attention(causal, is_known=self.masks is not None)
-        head = causal.get_output_embeddings()
+        self.masks = recurrent_masks(model)
+        use_tree_attention(model, is_known=self.masks is not None)
+        head = model.get_output_embeddings()
         if not isinstance(head, LogprobHead):
             if type(head) is not nn.Linear:
                 raise ConfigError(
                     f"the output head is a {type(head).__name__}, not a linear layer; put adapters "
                     "on other layers"
                 )
-            shape = LogitShape.of(causal.config.get_text_config())
-            causal.set_output_embeddings(LogprobHead.of(head, shape))
+            shape = LogitShape.of(model.config.get_text_config())
+            model.set_output_embeddings(LogprobHead.of(head, shape))
         own = text_part(model)
-        for param in causal.parameters():
+        for param in model.parameters():
             if id(param) not in own:
                 param.requires_grad_(False)
         if checkpointing:
-            _checkpoint_layers(causal)
+            _checkpoint_layers(model)
         self._balance: Any = None
         self.router_loss: Tensor | None = None  # of the last forward pass
 
     def balance_experts(self) -> None:
         """Let passes with gradients store the family's load-balancing loss of their tokens in
         `router_loss`. Raises ConfigError for a family without such a loss."""
-        causal = _without_adapters(self.model)
         name = "load_balancing_loss_func"
-        self._balance = getattr(sys.modules[type(causal).__module__], name, None)
+        self._balance = getattr(sys.modules[type(self.model).__module__], name, None)
         if self._balance is None:
             raise ConfigError(
-                f"learner.router_loss: {type(causal).__name__} has no load-balancing loss in "
+                f"learner.router_loss: {type(self.model).__name__} has no load-balancing loss in "
                 "transformers; expected a model such as Mixtral or Qwen3-MoE, or 0"
             )
 
@@ -347,7 +345,6 @@ class Policy(nn.Module):
         Shapes as in MicroBatch. In a context group, the arguments except the layout are this
         rank's, the results those of the whole micro-batch.
         """
-        causal = _without_adapters(self.model)
         keys: dict[str, Any] = {"attention_mask": NO_MASK}
         if self.masks is not None:
             keys = {"attention_mask": self.masks} | dict(
@@ -356,7 +353,7 @@ class Policy(nn.Module):
         balances = self._balance is not None and torch.is_grad_enabled()
         if balances:
             keys["output_router_logits"] = True
-        found = causal.base_model(
+        found = self.model.base_model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],
             tree_layout=layout,
@@ -365,10 +362,10 @@ class Policy(nn.Module):
         )
         hidden = found.last_hidden_state
         if balances:
-            logits, config = found.router_logits, causal.config.get_text_config()
+            logits, config = found.router_logits, self.model.config.get_text_config()
             active = config.num_experts_per_tok
             self.router_loss = self._balance(logits, logits[0].shape[-1], active)
-        logprobs, entropy, likeliest, *rest = causal.get_output_embeddings()(
+        logprobs, entropy, likeliest, *rest = self.model.get_output_embeddings()(
             hidden.flatten(0, 1).index_select(0, source), targets, temperature, kept, others
         )
         figures = logprobs, entropy, likeliest == targets, *rest
@@ -415,11 +412,6 @@ def _kinds(config: Any) -> set[str]:
     return {*map(str, getattr(config.get_text_config(), "layer_types", None) or ())}
 
 
-def _without_adapters(model: Any) -> Any:
-    """The causal language model itself, with any adapters inside its layers."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def _checkpoint_layers(model: Any) -> None:
     # Transformers 5.2x renamed it and warns about the old name.
     enable = getattr(model, "activation_checkpointing_enable", None)
@@ -432,8 +424,7 @@ def _checkpoint_layers(model: Any) -> None:
 def text_part(model: Any) -> set[int]:
     """The ids of the parameters and buffers of the text model and its head, without other towers
     such as vision."""
-    causal = _without_adapters(model)
-    text, head = causal.get_decoder(), causal.get_output_embeddings()
+    text, head = model.get_decoder(), model.get_output_embeddings()
     return {*map(id, chain(text.parameters(), text.buffers(), head.parameters()))}
 
 
@@ -452,7 +443,5 @@ def tensors(
     form = None if batch.layout == "tree" else batch.layout
     layout = TreeLayout(batch.end, device, form, share)
     given = token_ids, position_ids, layout, source, targets
-    more = (batch.temperature, batch.kept)
-    if all(one is None for one in more):
-        return given
+    more = batch.temperature, batch.kept
     return *given, *(None if one is None else torch.from_numpy(one).to(device) for one in more)

@@ -58,7 +58,7 @@ def seen(*starts: list[Frame]) -> Witness:
 
 def begun(tree: int) -> list[Frame]:
     counts, marks = Counts(1, 1, 0, 0, 0), [Mark(1, tree, place) for place in (0, 1)]
-    return [Began(tree, f"t{tree}", 0, 1, "s", marks[0]), Finished(tree, 0, [], counts, marks[1])]
+    return [Began(tree, f"t{tree}", 0, "s", marks[0]), Finished(tree, 0, [], counts, marks[1])]
 
 
 def test_a_repeated_step_is_not_a_duplicate() -> None:

@@ -118,7 +118,8 @@ def test_rows_in_memory_replace_the_file_of_a_set(warehouse: Path, tmp_path: Pat
     sets = {"other": {"path": file, "max_tasks": 1}, "heldout": {"path": file, "num_samples": 2}}
     raw = short(warehouse, tmp_path, eval={"sets": sets})
     more = {"run.name": "own", "train.num_steps": 1}
-    result = train(raw, more, held_out=ROWS[:2], is_quiet=True)
+    mixed = {"data.train": "", "data.mix": [{"path": file}]}
+    result = train(raw, more | mixed, held_out=ROWS[:2], is_quiet=True)
     assert result.success is not None
     assert result.success.num_trajectories == 2 * 2
     assert any("eval/other/success" in row for row in result.metrics)

@@ -38,7 +38,7 @@ async def found(
     settings = load_config(TrainConfig, config, overrides)
     async with AsyncExitStack() as stack:
         run = RunDirectory(folder / "run", resume=False)
-        assembly = TrainingAssembly(settings, run.path, None, stack, lambda text: None)
+        assembly = TrainingAssembly(settings, run.path, stack, lambda text: None)
         chosen = select(checks, settings, "configuration", "measured")
         runner = CheckRunner()
         return {one.name: await runner.run(one, assembly) for one in chosen}

@@ -16,7 +16,7 @@ from agentenv.assembly.parts.assembly import Assembly
 from agentenv.assembly.serving import server_command
 from agentenv.assembly.serving.gpus import GIB, GpuPlan, learner_gpus
 from agentenv.assembly.serving.server_command import command, environment
-from agentenv.assembly.serving.servers import ServerFactory, ServerProcess, ServerSpec
+from agentenv.assembly.serving.servers import ServerFactory, ServerProcess
 from agentenv.base.config import build_config
 from agentenv.base.errors import ConfigError
 from agentenv.contract.engine import EngineConfig, Served
@@ -26,6 +26,7 @@ from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.learners.keys import LearnerConfig
+from agentenv.processes.supervisor import ProcessSpec
 
 TWO = LearnerConfig(num_ranks=2)
 SERVERS = VLLMConfig(servers=ServersConfig(num_servers=2))
@@ -78,7 +79,7 @@ async def test_servers_that_share_a_gpu_get_separate_caches(
     build_model(tmp_path, seed=0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
     monkeypatch.setattr(server_command, "memory_of", lambda gpu: {"7": 100 * GIB}[gpu])
-    started: list[ServerSpec] = []
+    started: list[ProcessSpec] = []
     monkeypatch.setattr(
         ServerProcess, "start", lambda process: asyncio.sleep(0, started.append(process.spec))
     )

@@ -27,8 +27,8 @@ from agentenv.assembly.run.control import (
     UnreachableError,
     listening,
     send,
-    short_path,
 )
+from agentenv.base.disk import short_path
 from agentenv.base.errors import ConfigError
 from agentenv.launchers import ctl
 from agentenv.training.loop.control import Control
@@ -81,7 +81,7 @@ def reply_to(run: Path, data: bytes) -> bytes:
     """The reply to these bytes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(20)
-        with short_path(run) as path:
+        with short_path(run / "ctl" / "socket") as path:
             connection.connect(path)
         connection.sendall(data)
         parts = []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.reports.records import EvalRow
+from agentenv.base.retries import Backoff
 from agentenv.base.types import Limits
 from agentenv.evaluation.store import load_saved, read_rows
 from agentenv.launchers import evaluate
@@ -23,7 +24,7 @@ QUICK = ("engine.num_retries=1", "limits.max_failures=0")
 
 @pytest.fixture
 def run(warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
-    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("agentenv.base.retries.REQUESTS", Backoff(0.01, 60.0))
 
     def evaluated(endpoint: ScriptedEndpoint, *more: str, n: int = 2) -> int:
         arguments = [endpoint.url, "--env", "me/Warehouse-v0", "env.module=my_env"]

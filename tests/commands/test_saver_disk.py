@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,8 @@ State = msgspec.defstruct("State", [("step", int)])
 
 
 class Dummy:
+    turn = nullcontext
+
     async def export(self, folder: Path) -> None:
         pass
 

@@ -8,29 +8,29 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from agentenv.assembly.serving.servers import ServerProcess, ServerSpec, root_cause
+from agentenv.assembly.serving.servers import ServerProcess, root_cause
 from agentenv.base.errors import EngineError
 from agentenv.base.ports import hold_port, port_of
 from agentenv.processes.guard import GUARD, LIST
+from agentenv.processes.supervisor import ProcessSpec
 from tests.support.small_server import SERVER, alive, assert_ended, processes, script, until
 from tests.support.snippets import ready_python
 
 HOLDER = """
 import asyncio, sys
-from pathlib import Path
-from agentenv.assembly.serving.servers import ServerProcess, ServerSpec
+from agentenv.assembly.serving.servers import ServerProcess
+from agentenv.processes.supervisor import ProcessSpec
 async def main():
-    spec = ServerSpec("policy", [sys.executable, sys.argv[1], sys.argv[2]], {},
-                      f"http://127.0.0.1:{sys.argv[2]}", 60)
-    await ServerProcess(spec, Path(sys.argv[3]), lambda text: None).start()
+    server, port, folder = sys.argv[1:]
+    spec = ProcessSpec("policy", [sys.executable, server, port], {}, f"{folder}/policy.log")
+    await ServerProcess(spec, f"http://127.0.0.1:{port}", 60, lambda text: None).start()
     print("ready", flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
@@ -51,21 +51,22 @@ def free_port() -> int:
     return port_of(_held.enter_context(hold_port()))
 
 
-def spec_of(folder: Path, text: str = SERVER, **changes: Any) -> ServerSpec:
-    port = free_port()
-    spec = ServerSpec(
-        "policy",
-        [sys.executable, str(script(folder, text)), str(port)],
-        {"GPUS": "0,1"},
-        f"http://127.0.0.1:{port}",
-        60,
-    )
-    return msgspec.structs.replace(spec, **changes)
+def server_of(
+    folder: Path,
+    text: str = SERVER,
+    report: Callable[[str], None] = lambda text: None,
+    *,
+    start_timeout_s: float = 60.0,
+) -> ServerProcess:
+    port, log = free_port(), folder / "servers" / "policy.log"
+    command = [sys.executable, str(script(folder, text)), str(port)]
+    spec = ProcessSpec("policy", command, {"GPUS": "0,1"}, str(log), cwd=str(log.parent))
+    return ServerProcess(spec, f"http://127.0.0.1:{port}", start_timeout_s, report)
 
 
 async def test_a_server_starts_is_logged_and_leaves_no_process(tmp_path: Path) -> None:
     said: list[str] = []
-    process = ServerProcess(spec_of(tmp_path), tmp_path / "servers", said.append)
+    process = server_of(tmp_path, report=said.append)
     await process.start()
     assert "starting on http://127.0.0.1:" in said[0]
     assert "ready after" in said[-1]
@@ -78,7 +79,7 @@ async def test_a_server_starts_is_logged_and_leaves_no_process(tmp_path: Path) -
 
 
 async def test_a_server_that_dies_is_started_again_on_its_port(tmp_path: Path) -> None:
-    process = ServerProcess(spec_of(tmp_path), tmp_path, lambda text: None)
+    process = server_of(tmp_path)
     await process.start()
     child, server = processes(process.log)
     os.kill(server, signal.SIGKILL)
@@ -218,7 +219,7 @@ def test_a_guard_keeps_files_of_a_live_guard_and_unknown_files(tmp_path: Path) -
 async def test_the_cause_of_a_failed_server_start_is_reported(
     tmp_path: Path, text: str, settings: dict[str, Any], says: str
 ) -> None:
-    process = ServerProcess(spec_of(tmp_path, text, **settings), tmp_path, lambda text: None)
+    process = server_of(tmp_path, text, **settings)
     with pytest.raises(EngineError, match=says):
         await process.start()
     await process.close()

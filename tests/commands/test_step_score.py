@@ -8,6 +8,7 @@ import pytest
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Task, VersionSpan
 from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit
+from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.step_report import step_score
 
 TASK = Task("t", "toy", "q", ("a",))
@@ -33,8 +34,8 @@ def credited(grown: TrajectoryTree, *advantages: float) -> CreditedTree:
 def test_the_score_of_a_step_by_hand() -> None:
     fresh, stale, equal = tree(0, (30, 5), (10, 4)), tree(1, (20, 3), (8, 5)), tree(2, (32, 5))
     trained = [credited(fresh, 1.0, -1.0), credited(stale, 0.5, 0.0)]
-    keys = {"policy_version": 5, "seconds": 4.0, "groups_per_step": 3}
-    found = step_score([fresh, stale, equal], trained, **keys, num_known={})
+    batch = StepBatch(3, [fresh, stale, equal], policy_version=5, trained=trained)
+    found = step_score(batch, 4.0, 3, {})
     # 30 + 10 + 20 tokens have an advantage, which are 0, 1 and 2 versions old: 50 in all.
     assert found["score/accepted_tokens_per_s"] == 15.0
     assert found["score/freshness"] == pytest.approx(1 / (1 + 50 / 60))
@@ -44,8 +45,7 @@ def test_the_score_of_a_step_by_hand() -> None:
 
 
 def test_the_score_of_a_step_without_training_is_zero() -> None:
-    keys = {"policy_version": 0, "seconds": 1.0, "groups_per_step": 1}
-    found = step_score([tree(0, (4, 0))], [], **keys, num_known={})
+    found = step_score(StepBatch(1, [tree(0, (4, 0))]), 1.0, 1, {})
     assert found["score/value"] == 0.0
     assert found["flow/filtered_tokens"] == 1.0
 
@@ -53,13 +53,8 @@ def test_the_score_of_a_step_without_training_is_zero() -> None:
 def test_branches_of_an_earlier_process_do_not_raise_the_rate_of_a_resumed_run() -> None:
     finished, begun = tree(0, (30, 5), (10, 5)), tree(1, (20, 5), (8, 5))
     trained = [credited(finished, 1.0, -1.0), credited(begun, 0.5, 1.0)]
-    found = step_score(
-        [finished, begun],
-        trained,
-        policy_version=5,
-        seconds=4.0,
-        groups_per_step=2,
-        num_known={0: 3, 1: 2},  # all of the one, and of the other its root and a leaf
-    )
+    batch = StepBatch(2, [finished, begun], policy_version=5, trained=trained)
+    num_known = {0: 3, 1: 2}  # all of the one, and of the other its root and a leaf
+    found = step_score(batch, 4.0, 2, num_known)
     assert found["score/accepted_tokens_per_s"] == 8 / 4.0
     assert found["score/freshness"] == found["score/batch_factor"] == 1.0

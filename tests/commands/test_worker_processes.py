@@ -160,6 +160,7 @@ async def test_a_worker_with_different_code_is_reported(tmp_path: Path) -> None:
     given = processes(tmp_path, lambda _: well("x"), num=1, least=1, code="0123")
     async with given as (found, _, told):
         await found.start()
+        await until(lambda: len(told) > 0)  # its digest is computed in a thread
     (text,) = told
     assert "1 on 127.0.0.1)" in text
     assert f"0123, here it is {worker_group.own_code()}" in text

@@ -186,20 +186,20 @@ class Misnaming(LearnerSender):
     """Announces one tensor under a name that is unknown to any engine."""
 
     async def manifest(self) -> Manifest:
-        (bucket,) = (await super().manifest()).buckets
+        (bucket,) = await super().manifest()
         names = list(bucket.names)
         names[len(names) // 2] = "model.layers.0.unheard_of.weight"
-        return Manifest([replace(bucket, names=names)])
+        return [replace(bucket, names=names)]
 
 
 class Misdescribing(LearnerSender):
     """Announces one tensor with a description that no engine can receive."""
 
     async def manifest(self) -> Manifest:
-        (bucket,) = (await super().manifest()).buckets
+        (bucket,) = await super().manifest()
         dtypes = list(bucket.dtypes)
         dtypes[len(dtypes) // 2] = "no_dtype"
-        return Manifest([replace(bucket, dtypes=dtypes)])
+        return [replace(bucket, dtypes=dtypes)]
 
 
 class Breaking(LearnerSender):

@@ -20,7 +20,7 @@ from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
 from tests.engines import reference
 from tests.engines.traffic import LONG, Traffic
-from tests.engines.world import END, ServerSubject, Subject, World, prompt
+from tests.engines.world import END, ServerSubject, Subject, World, prompt, streamed
 
 GREEDY = 0.0
 
@@ -98,7 +98,7 @@ async def check_stream_interval(server: Server) -> None:
     """After the first token, each chunk has at least the requested number of tokens."""
     sizes: list[int] = []
     request = ServerRequest(f"interval-{id(sizes):x}", prompt(6, 9), SamplingParams(20), 8)
-    done = await sampled(server, request, lambda chunk: sizes.append(len(chunk.token_ids)))
+    done = await streamed(server, request, lambda chunk: sizes.append(len(chunk.token_ids)))
     assert sum(sizes) == len(done.token_ids) == len(done.logprobs) == len(done.entropies) == 20
     assert len(sizes) <= 4
 

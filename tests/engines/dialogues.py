@@ -28,14 +28,14 @@ from aiohttp import web
 from agentenv.base.errors import EngineError
 from agentenv.base.types import Chunk, SamplingParams
 from agentenv.contract.request import ServerRequest
-from agentenv.engines.remote.base import RemoteServer, sampled
+from agentenv.engines.remote.base import RemoteServer
 from agentenv.engines.remote.routing import SESSION_HEADER
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from tests.engines.reference import VOCAB
 from tests.engines.sglang_server import SGLangProcess
 from tests.engines.vllm_server import LOGPROBS, SCALE_OUT, VLLMProcess
-from tests.engines.world import World
+from tests.engines.world import World, streamed
 from tests.support.listening import listening
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
@@ -149,7 +149,7 @@ async def turn(
     """A turn, and the tokens of its chunks; `bare`: without entropies."""
     chunks: list[Chunk] = []
     request = ServerRequest(name, PROMPT, sampling, interval, stops, f"tree of {name}", not bare)
-    done = await sampled(server, request, chunks.append)
+    done = await streamed(server, request, chunks.append)
     assert [token for chunk in chunks for token in chunk.token_ids] == done.token_ids
     return msgspec.to_builtins(done)
 

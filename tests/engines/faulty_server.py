@@ -311,7 +311,7 @@ class Guest:
     def __init__(self, server: FaultyServer) -> None:
         self._server = server
         self.name = self.url = server.name
-        self.policy_version = -1  # it is not notified
+        self.policy_version = -1  # until its user sets it
         self.num_taken_over = 0
 
     def take_over(self, handed: bytes) -> None:

@@ -157,7 +157,7 @@ def test_invalid_tokens_and_logprobs_are_refused() -> None:
                                  (8, 1e308, ServerLostError)):  # fmt: skip
         content = [{**position, "logprob": logprob, "top_logprobs": [{"logprob": logprob}]}]
         event = {"choices": [{"token_ids": [token], "logprobs": {"content": content}}]}
-        answer = VLLMAnswer("s", "top_k", VersionSpan, 9)
+        answer = VLLMAnswer("s", False, VersionSpan, 9)
         with pytest.raises(kind):
             answer.add(json.dumps(event).encode())
 

@@ -33,7 +33,7 @@ class Walk:
         self.hits = 0
 
     def write(self, slot: int, start: int) -> None:
-        block, row = self.cache.location(slot)
+        block, row = self.cache.place[slot]
         text = self.texts[slot][start:]
         end = start + len(text)
         block.kv[0, 0, row, 0, start:end, 0] = torch.tensor(text, dtype=torch.float32)
@@ -61,7 +61,7 @@ class Walk:
         slots = list(self.texts)
         for slot in slots:
             length = int(self.cache.lengths[slot])
-            if length == self.cache.location(slot)[0].width:
+            if length == self.cache.place[slot][0].width:
                 self.cache.grow(slot, length + 1)
             self.texts[slot].append(self.rng.randrange(9))
             self.versions[slot].append(self.version)
@@ -71,7 +71,7 @@ class Walk:
 
     def check(self) -> None:
         for slot, text in self.texts.items():
-            block, row = self.cache.location(slot)
+            block, row = self.cache.place[slot]
             assert block.slots[row] == slot
             columns = block.columns(row, len(text))
             assert columns[0, 0, 0, :, 0].tolist() == text

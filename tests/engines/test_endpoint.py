@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import ConfigError, EngineDeadError
+from agentenv.base.retries import Backoff
 from agentenv.base.untrusted import shortened
 from agentenv.contract.http_client import MalformedReplyError
 from agentenv.contract.server_config import ChatModelConfig
@@ -17,7 +18,7 @@ from tests.support.openai_endpoint import ScriptedEndpoint, reply
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("agentenv.base.retries.REQUESTS", Backoff(0.01, 60.0))
 
 
 def model_at(url: str, **keys: Any) -> ChatModel:

@@ -194,7 +194,7 @@ async def test_a_keeper_does_not_wait_for_a_finished_request(b: Bench) -> None:
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     done.set_result(None)
     member.running[done] = None  # type: ignore[assignment]
-    b.pool.remove_server(member.name)
+    b.pool.remove_server(member.client.url)
     await asyncio.sleep(10)
     assert member not in b.pool._keepers
     del member.running[done]

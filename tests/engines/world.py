@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer
 
 from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.contract.engine import Engine
-from agentenv.contract.request import ServerRequest
+from agentenv.contract.request import PartEnd, ServerRequest
 from agentenv.engines.pool.pool import EnginePool
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
@@ -26,6 +27,23 @@ ORDINARY = range(16, 256)  # ids of prompts: neither END nor EOS
 def pool_of(servers: Sequence[Any], folder: Path, **settings: Any) -> EnginePool:
     """A pool of servers that hold the model in `folder`."""
     return EnginePool(servers, folder, 0, vocab_size=VOCAB, eos_ids={EOS}, **settings)
+
+
+async def streamed(
+    server: Any, request: ServerRequest, on_chunk: Callable[[Chunk], None]
+) -> Completion:
+    """`sampled`, with each chunk for `on_chunk` too."""
+
+    async def generate(request: ServerRequest, keep: Callable[[Chunk], None]) -> PartEnd:
+        def both(chunk: Chunk) -> None:
+            keep(chunk)
+            on_chunk(chunk)
+
+        end: PartEnd = await server.generate(request, both)
+        return end
+
+    served: Any = SimpleNamespace(generate=generate)
+    return await sampled(served, request)
 
 
 class Subject(Protocol):
@@ -57,7 +75,7 @@ class ServerSubject:
         on_chunk: Callable[[Chunk], None] | None = None,
     ) -> Completion:
         request = ServerRequest(f"contract-{id(self):x}-{next(self._ids)}", prompt_ids, sampling)
-        return await sampled(self.server, request, on_chunk or (lambda chunk: None))
+        return await streamed(self.server, request, on_chunk or (lambda chunk: None))
 
     async def load_weights(self, source: Path, policy_version: int) -> None:
         await self.server.load_weights(source, policy_version)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from agentenv.base.retries import Backoff
 from agentenv.envs.sandbox.keys import PythonConfig, SandboxLimits
 from agentenv.envs.sandbox.sandbox import Sandbox, SandboxSession
 from agentenv.lab.diagnosis.doctor import RUNGS
@@ -18,8 +19,7 @@ from tests.support.sandboxes import children, num_descriptors
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services and pages are requested again without a delay."""
-    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 0.002)
+    monkeypatch.setattr("agentenv.base.retries.REQUESTS", Backoff(0.0, 0.002))
     monkeypatch.setattr("agentenv.envs.search.upstream.MAX_PAUSE_S", 0.002)
 
 

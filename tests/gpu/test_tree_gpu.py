@@ -63,7 +63,7 @@ def test_flex_equals_dense_and_the_cpu(name: str, num_leaves: int) -> None:
         place = torch.device(device)
         # FlexAttention needs heads of at least 16 channels.
         model = tiny_model(name, head_dim=16).to(place)
-        token_ids, positions, _, source, targets = tensors(batch, place)
+        token_ids, positions, _, source, targets, *_ = tensors(batch, place)
         layout = TreeLayout(batch.end, place, form)
         logprobs, _, _ = Policy(model)(token_ids, positions, layout, source, targets)
         found[form] = logprobs.detach().cpu(), gradients(model, logprobs).cpu()

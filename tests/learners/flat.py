@@ -47,9 +47,8 @@ def figures(algorithm: Algorithm, trees: list[TrajectoryTree], seed: int = 0) ->
     shape = tokens.behavior.shape
     proximal = tokens.behavior + rng.normal(0, 0.4, shape)
     reference = proximal + rng.normal(0, 0.5, shape) if algorithm.needs_reference else None
-    minibatch = MiniBatch(
-        encoded, tokens, proximal, tokens.entropies, reference, algorithm, lambda x: [x]
-    )
+    given = (encoded, tokens, proximal, tokens.entropies, reference, algorithm)
+    minibatch = MiniBatch(*given, lambda x: [x], np.ones(shape, np.bool_))
     theta = torch.from_numpy(proximal + rng.normal(0, 0.5, shape)).requires_grad_()
     entropies = torch.from_numpy(rng.uniform(0.1, 3, shape)).requires_grad_()
     return Figures(minibatch, theta, entropies)

@@ -88,7 +88,7 @@ def check(path: Path) -> int:
     saved = Checkpoint(path / "trainer")
     assert saved.meta.policy_version == step
     weights = WeightFiles(path)
-    for name in weights.names():
+    for name in weights.files:
         shape = weights.shape(name)
         assert torch.equal(weights.tensor(name), torch.full(shape, float(step)))
         size = torch.Size(shape).numel()

@@ -57,7 +57,7 @@ def test_hard_sharing_gives_shared_tokens_the_mean() -> None:
     credits = credits_of(soft, trees)
     encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
     leaves, tokens = LeafMap(encoded), ActionTokens(encoded)
-    mean = leaves.to_tokens(leaves.advantages) / leaves.to_tokens(np.ones(leaves.num_leaves))
+    mean = leaves.to_tokens(leaves.advantages) / leaves.to_tokens(np.ones(len(leaves.lengths)))
     found = figures(hard, trees).minibatch
     np.testing.assert_allclose(found.adv_pos + found.adv_neg, mean * tokens.weight, atol=1e-12)
     assert not (found.adv_pos * found.adv_neg).any()
@@ -76,7 +76,7 @@ def test_the_leaf_map_rebuilds_the_encoded_credit() -> None:
         credits = credits_of(algorithm, trees)
         encoded = [encode(tree, credit, 0) for tree, credit in zip(trees, credits, strict=True)]
         leaves, tokens = LeafMap(encoded), ActionTokens(encoded)
-        built = leaves.credit(leaves.advantages, np.ones(leaves.num_leaves), sharing)
+        built = leaves.credit(leaves.advantages, np.ones(len(leaves.lengths)), sharing)
         for ours, expected in zip(
             built, (tokens.adv_pos, tokens.adv_neg, tokens.weight), strict=True
         ):
@@ -91,7 +91,7 @@ def test_the_maps_are_transposed() -> None:
     encoded = [encode(t, GRPO(group_size=2).credit(t), 0) for t in grown(9)]
     leaves = LeafMap(encoded)
     rng = np.random.default_rng(0)
-    tokens, values = rng.normal(size=len(leaves.node)), rng.normal(size=leaves.num_leaves)
+    tokens, values = rng.normal(size=len(leaves.node)), rng.normal(size=len(leaves.lengths))
     assert leaves.to_leaves(tokens) @ values == pytest.approx(tokens @ leaves.to_tokens(values))
 
 
@@ -143,10 +143,11 @@ def test_missing_entropies_raise_an_error_when_read() -> None:
     tokens = ActionTokens(encoded)
     missing = np.full_like(tokens.entropies, np.nan)
     args = (encoded, tokens, tokens.behavior, missing, None)
+    all_of_them = np.ones(len(missing), np.bool_)
     with pytest.raises(DataError, match="entropies"):
-        MiniBatch(*args, AEPO(group_size=2), lambda x: [x])
+        MiniBatch(*args, AEPO(group_size=2), lambda x: [x], all_of_them)
     for algorithm in (AEPO(group_size=2, entropy_advantage=0.0), GRPO(group_size=2)):
-        batch = MiniBatch(*args, algorithm, lambda x: [x]).loss_batch(
+        batch = MiniBatch(*args, algorithm, lambda x: [x], all_of_them).loss_batch(
             np.arange(len(missing)), torch.zeros(1, dtype=torch.float64), None
         )
         loss, metrics = algorithm.loss(batch, batch.proximal, torch.zeros(len(missing)))

@@ -102,7 +102,7 @@ async def test_the_directory_holds_the_published_weights_or_is_refused(
         path = await sender.write()
         assert path == await sender.write() == tmp_path / "published" / "v1"
         written = load_file(path / "model.safetensors")
-        (bucket,) = (await sender.manifest()).buckets
+        (bucket,) = await sender.manifest()
         announced = dict(zip(bucket.names, bucket.shapes, strict=True))
         assert announced == {name: list(tensor.shape) for name, tensor in written.items()}
         assert {getattr(torch, name) for name in bucket.dtypes} == {torch.float32}

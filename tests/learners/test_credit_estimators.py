@@ -112,7 +112,7 @@ def test_a_sequence_is_masked_by_its_geometric_mean() -> None:
     assert means[0] == pytest.approx(np.exp(3.0 * share))
     assert (means[1:] == 1.0).all()
     weights = minibatch.sequence_weights(shift, leaves, Band(low=0.9, high=1.1), lambda x: [x])
-    assert weights.tolist() == [0.0] + [1.0] * (leaves.num_leaves - 1)
+    assert weights.tolist() == [0.0] + [1.0] * (len(leaves.lengths) - 1)
 
 
 def test_effective_sample_size_falls_when_few_tokens_carry_the_weight() -> None:

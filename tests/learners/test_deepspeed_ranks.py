@@ -37,7 +37,7 @@ async def test_a_killed_rank_ends_all_ranks_and_is_named(
     log = tmp_path / "learner.log"
     config = two_ranks(zero_stage=stage)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, log)
-    pids = list(learner.ranks.pids)
+    pids = [link.hello.pid for link in learner.ranks._links]
     trees = [random_tree(Random(i), index=i, num_leaves=30) for i in range(30)]
     waiting = asyncio.create_task(learner.update(credited(trees, learner.algorithm)))
     await asyncio.sleep(0.4)
@@ -60,7 +60,7 @@ async def test_a_hanging_rank_ends_all_ranks_and_is_named(
     monkeypatch.setattr(rank_group, "FIRST_S", 0.1)
     config = two_ranks(zero_stage=2)
     learner = await DeepSpeedLearner.start(config, ALGORITHM, model_dir, tmp_path / "learner.log")
-    pids = list(learner.ranks.pids)
+    pids = [link.hello.pid for link in learner.ranks._links]
     os.kill(pids[1], signal.SIGSTOP)
     part = [encoded(uneven_trees(1))]
     with pytest.raises(LearnerError, match="1 took longer"):

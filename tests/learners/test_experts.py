@@ -83,7 +83,7 @@ def test_a_checkpoint_is_exported_under_the_same_names(directory: Path, tmp_path
     save_file(coarse, checkpoint / "model.safetensors", metadata={"format": "pt"})
     export_offline(checkpoint, tmp_path / "out", dtype="float32", max_shard_bytes=20_000)
     out = WeightFiles(tmp_path / "out")
-    assert ranks.largest_difference({name: out.tensor(name) for name in out.names()}, expected) == 0
+    assert ranks.largest_difference({name: out.tensor(name) for name in out.files}, expected) == 0
     export_offline(checkpoint, tmp_path / "half", dtype="bfloat16")
     half = load_file(tmp_path / "half" / "model.safetensors")
     kinds = {n: torch.float32 if n.endswith("bias") else torch.bfloat16 for n in expected}

@@ -70,7 +70,7 @@ def test_a_shard_does_not_exceed_its_limit(checkpoint: Path, tmp_path: Path) -> 
 
 def whole(directory: Path) -> dict[str, torch.Tensor]:
     weights = WeightFiles(directory)
-    return {name: weights.tensor(name) for name in weights.names()}
+    return {name: weights.tensor(name) for name in weights.files}
 
 
 def test_the_directory_has_all_files_that_engines_read(checkpoint: Path, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_an_index_is_written_last_and_stale_shards_are_removed(tmp_path: Path) -
     export.write_weights(entries, entries, tmp_path, max_shard_bytes=80)
     assert len(list(tmp_path.glob("model-*-of-00002.safetensors"))) == 2
     export.write_weights(entries, entries, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [export.WEIGHTS]
+    assert [path.name for path in tmp_path.iterdir()] == [export.SINGLE]
 
 
 def test_untied_weights_and_heads_are_kept(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_untied_weights_and_heads_are_kept(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     backend = RankBackend(Policy(model), CONFIG)
     export.write_model(backend, tmp_path / "model", tmp_path / "out")
-    assert "lm_head.weight" in load_file(tmp_path / "out" / export.WEIGHTS)
+    assert "lm_head.weight" in load_file(tmp_path / "out" / export.SINGLE)
     assert not torch.equal(load(tmp_path / "out")["lm_head.weight"], torch.zeros(1))
     for name, weight in load(tmp_path / "model").items():
         assert torch.equal(load(tmp_path / "out")[name], weight)

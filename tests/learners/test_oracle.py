@@ -29,7 +29,6 @@ from agentenv.learners.ranks.learner import encode_groups, in_order
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.learners.trees.policy import Policy
-from agentenv.training.loop.batching import credits_of_update
 from tests.learners.oracle import VERSION, Oracle, dense_of, grow, taught_of
 from tests.learners.trees import VOCABULARY, tiny_model
 
@@ -171,7 +170,8 @@ def encoded(
     trees = [tree for batch in minibatches for tree in batch]
     own = [algorithm.credit(tree) for tree in trees]
     is_taken = [one is not None and (one.has_signal or not drops) for one in own]
-    credits = iter(zip(credits_of_update(algorithm, trees, own, is_taken), is_taken, strict=True))
+    given = [one if is_one else None for one, is_one in zip(own, is_taken, strict=True)]
+    credits = iter(zip(algorithm.over_update(trees, given), is_taken, strict=True))
     taken = [
         [
             (tree, replace(credit, **more(tree)))

@@ -103,7 +103,7 @@ def test_every_token_is_trained_on_one_rank(seed: int, num_ranks: int, max_token
     for name in ("behavior", "adv_pos", "adv_neg", "weight", "entropies"):
         assert sorted(getattr(found, name)) == sorted(getattr(expected, name))
     assert Counter(_contexts(parts)) == Counter(_contexts(trees))
-    assert sum(LeafMap(parts).is_home) == LeafMap(trees).num_leaves
+    assert sum(LeafMap(parts).is_home) == len(LeafMap(trees).lengths)
 
 
 def _contexts(trees: Sequence[EncodedTree]) -> list[tuple[int, ...]]:
@@ -167,7 +167,7 @@ def test_losses_of_ranks_sum_to_that_of_one_rank(name: str, num_ranks: int) -> N
         index = np.array([place[value] for value in tokens.behavior], np.int64)
         reference = None if batch.reference is None else batch.reference[index]
         args = (own, tokens, batch.proximal[index], tokens.entropies, reference)
-        mine = MiniBatch(*args, algorithm, gather)
+        mine = MiniBatch(*args, algorithm, gather, np.ones(len(index), np.bool_))
         terms = None
         if algorithm.clips_sequences:
             terms = mine.terms(algorithm, theta[index].numpy(), gather)

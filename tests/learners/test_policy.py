@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from agentenv.base.errors import ConfigError
+from agentenv.learners.lora import LoRAConfig, add_adapters
 from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import LogprobHead, Policy, tensors
@@ -49,11 +50,10 @@ def test_parameters_stay_the_same_objects_and_tied_weights_tied(name: str) -> No
     assert isinstance(policy.model.lm_head, LogprobHead)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks
 def test_adapters_inside_the_layers_are_trained() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(tiny_model(), config)
+    pytest.importorskip("peft")
+    model = tiny_model()
+    add_adapters(model, LoRAConfig(r=2, target_modules=["q_proj", "v_proj"]))
     (batch,) = pack(SEQUENCES, 100)
     logprobs, _, _ = Policy(model)(*tensors(batch, CPU))
     torch.testing.assert_close(logprobs, Policy(tiny_model())(*tensors(batch, CPU))[0])

@@ -72,7 +72,7 @@ class Team:
         self._ranks: RankGroup | None = None
 
     async def ranks(self) -> RankGroup:
-        if self._ranks is None or not self._ranks.pids:
+        if self._ranks is None or not self._ranks._links:
             self._ranks = await start_ranks(two_ranks(), self._folder / "learner.log")
         return self._ranks
 
@@ -322,8 +322,8 @@ async def test_a_refusing_rank_is_named(team: Team, model_dir: Path, tmp_path: P
     learner, *_ = await start(ranks, config, ALGORITHM, model_dir, tmp_path)
     with pytest.raises(LearnerError, match=r"rank [01]: .*learner.json"):
         await learner.load(tmp_path / "nothing")
-    assert len(learner.ranks.pids) == 2, "all refused, so all go on"
+    assert len(learner.ranks._links) == 2, "all refused, so all go on"
     bad = [encode_sequence([1, i], [False, True]) for i in (2, 10**6)]
     with pytest.raises(LearnerError, match=r"learner rank [01]: .*IndexError"):
         await learner.score(bad)
-    assert learner.ranks.pids == [], "one went on without the other, so both are ended"
+    assert learner.ranks._links == [], "one went on without the other, so both are ended"

@@ -80,9 +80,9 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return self.now
 
 
-def run_virtual(main: Coroutine[Any, Any, T]) -> T:
+def run_virtual(main: Coroutine[Any, Any, T], machine: Machine | None = None) -> T:
     """asyncio.run under a virtual clock that starts at 0. Raises DeadlockError."""
-    with replaced(Inline()), asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
+    with replaced(machine or Inline()), asyncio.Runner(loop_factory=VirtualClockLoop) as runner:
         return runner.run(main)
 
 

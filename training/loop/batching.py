@@ -13,7 +13,6 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.crashes import called
 from agentenv.base.errors import EnvError
 from agentenv.base.tree import TrajectoryTree
-from agentenv.learners.algorithms.algorithm import Algorithm
 from agentenv.learners.algorithms.credit import CreditedTree, TreeCredit, credit_of
 from agentenv.learners.keys import Metrics
 from agentenv.rollout.archive import Fate
@@ -142,7 +141,8 @@ class BatchBuilder:
         return failure_kind(tree) if credit is None else EQUAL
 
     def settle(self, batch: StepBatch) -> None:
-        """Decide the fate of each tree of the batch, and choose the trees to train.
+        """Decide the fate of each tree of the batch, and choose the trees to train, whose credit
+        the algorithm may normalize over the update.
 
         Raises RefusedStepError if every trajectory failed, or a tool has stopped working, and
         EnvError after `train.max_untrained_steps` steps without a signal; then no fate is counted.
@@ -151,14 +151,15 @@ class BatchBuilder:
         self._stop_if_broken(delivered)
         fates: Counter[str] = Counter()
         own = [self.credit(tree) for tree in delivered]
-        is_taken = [one is not None and (self.counts_equal or one.has_signal) for one in own]
-        credits = credits_of_update(self.config.algorithm, delivered, own, is_taken)
-        for tree, credit, taken in zip(delivered, credits, is_taken, strict=True):
+        taken = [one if one and (self.counts_equal or one.has_signal) else None for one in own]
+        found = called(self.config.algorithm.over_update, delivered, taken)
+        for tree, alone, given, of_update in zip(delivered, own, taken, found, strict=True):
             self._credits.pop(tree.index)
+            credit = alone if given is None else of_update
             has_signal = credit is not None and credit.has_signal
             why = "" if has_signal else self._why(tree, credit)
             fate: Fate = "failed" if credit is None else "filtered"
-            if credit is not None and taken and (self.counts_equal or has_signal):
+            if given is not None and credit is not None and (self.counts_equal or has_signal):
                 fate = "trained"
                 batch.trained.append((tree, credit))
             batch.settled.append(Settled(tree, credit, fate, why))
@@ -205,16 +206,3 @@ class BatchBuilder:
                 f"the last {len(delivered)}: {reasons}; {num_right} of their {len(everything)} "
                 "answers were correct"
             )
-
-
-def credits_of_update(
-    algorithm: Algorithm,
-    trees: Sequence[TrajectoryTree],
-    own: Sequence[TreeCredit | None],
-    is_taken: Sequence[bool],
-) -> list[TreeCredit | None]:
-    """Credit of the trees of a step. Of the trees in `is_taken`, the algorithm may normalize the
-    credit over the update; the other trees keep `own`, their individual credit."""
-    taken = [one if is_one else None for one, is_one in zip(own, is_taken, strict=True)]
-    found = zip(called(algorithm.over_update, trees, taken), own, is_taken, strict=True)
-    return [after if is_one else before for after, before, is_one in found]

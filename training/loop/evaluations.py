@@ -31,6 +31,7 @@ from agentenv.base.errors import SHOWN, DataError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import CANCELLED
 from agentenv.evaluation import statistics
+from agentenv.evaluation.figures import questions_of
 from agentenv.evaluation.run import broken, named_causes, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
@@ -242,11 +243,9 @@ def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
 
 def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
     """95 % interval of the share of correct trajectories, clustered by question."""
-    by_question: dict[str, list[bool]] = {}
-    for row in done:
-        by_question.setdefault(row.task, []).append(row.success)
-    counts = [len(successes) for successes in by_question.values()]
-    low, high = statistics.share(list(map(fmean, by_question.values())), counts, counts)
+    each = [[row.success for row in one.rows] for one in questions_of(done)]
+    counts = [len(successes) for successes in each]
+    low, high = statistics.share([*map(fmean, each)], counts, counts)
     return float(low), float(high)
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.crashes import called
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import PLAN, TrajectoryTree
@@ -29,7 +28,6 @@ from agentenv.rollout.queue import ReplayQueue
 from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import adding
 from agentenv.training.loop.parts import Parts
-from agentenv.training.loop.state import RunState
 
 logger = logging.getLogger(__name__)
 ROOM_S = 0.2  # between two checks whether a tree may begin
@@ -73,14 +71,13 @@ class InflightRollout:
 class Feeder:
     """Feeds the queue of a run. A pause stops new trees, new turns, and updates."""
 
-    config: TrainConfig
-    state: RunState
     parts: Parts
     queue: ReplayQueue
     batches: BatchBuilder
     journal: Journal | None
 
     def __post_init__(self) -> None:
+        self.config, self.state = self.batches.config, self.batches.state
         self.workers: Workers | None = None  # None: rollouts grow in this process
         self.inflight: dict[int, InflightRollout] = {}  # by place in start order
         config, seed = self.config.data.curriculum, self.config.run.seed

@@ -28,12 +28,9 @@ from agentenv.rollout.actor import Actor
 from agentenv.rollout.archive import StepHeader
 from agentenv.rollout.frames import Leased, StepRefused, Trained
 from agentenv.training.loop.batching import RefusedStepError, StepBatch
-from agentenv.training.loop.clocks import PhaseClock, Stopwatch
 from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder
 from agentenv.training.loop.parity import ParityCheck
-from agentenv.training.loop.recorder import Recorder
-from agentenv.training.loop.state import RunSaver
 from agentenv.training.loop.step_report import StepReport
 
 
@@ -64,21 +61,18 @@ class Loop:
 
     feeder: Feeder
     parity: ParityCheck
-    saver: RunSaver
-    recorder: Recorder
     evaluator: RunEvaluator
     report: StepReport
     critic: Critic | None
     teacher: Teacher | None
-    clock: PhaseClock
-    watch: Stopwatch
     settings: str  # see training.rollout_settings
 
     def __post_init__(self) -> None:
         self.weights_at_rest = asyncio.Lock()  # a step holds it
-        feeder = self.feeder
+        feeder, self.recorder, self.watch = self.feeder, self.report.recorder, self.report.watch
         self.config, self.state, self.parts = feeder.config, feeder.state, feeder.parts
         self.queue, self.batches, self.view = feeder.queue, feeder.batches, self.recorder.view
+        self.saver, self.clock = self.evaluator.saver, self.evaluator.clock
 
     def actors(self) -> list[Actor]:
         """Those of training and of evaluations between steps."""

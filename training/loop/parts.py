@@ -28,7 +28,7 @@ from agentenv.assembly.run.kept import find_checkpoint, link_model
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus
 from agentenv.base.config import Reporter
-from agentenv.base.deadline import retrieve_exception, uncancelled
+from agentenv.base.deadline import cancel_all, retrieve_exception, uncancelled
 from agentenv.base.disk import own_folder
 from agentenv.base.disk_errors import WEIGHTS_KEY, WEIGHTS_PREFIX, explain
 from agentenv.base.errors import ConfigError
@@ -92,26 +92,19 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
 
     is_whole = True
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        folder: Path,
-        checkpoint: Path | None,
-        stack: AsyncExitStack,
-        report: Reporter,
-    ) -> None:
-        trained = training_set(config)
-        self._starting: asyncio.Task[object] | None = None
-        sets = {TRAINED: trained}
-        for name, one in config.eval.sets.items():
-            sets[eval_key(name)] = replace(
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        trained, sampling = training_set(self.config), self.config.sampling.eval
+        self.sets = {TRAINED: trained}
+        for name, one in self.config.eval.sets.items():
+            self.sets[eval_key(name)] = replace(
                 trained,
                 key=eval_key(name),
                 rows=one,
-                sampling=config.sampling.eval,
+                sampling=sampling,
                 num_samples=one.num_samples,
             )
-        super().__init__(config, folder, stack, report, checkpoint, sets=sets)
+        self._starting: asyncio.Task[object] | None = None
         self.ray: Placement | None = None
         self.engine_servers: ServerStarter = self.servers
         self.remote_ranks: RemoteRanks | None = None
@@ -229,14 +222,13 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
     async def learner(self) -> DeepSpeedLearner:
         """The learner, started, at the policy version of the checkpoint; asleep if it shares its
         GPUs with the engine."""
-        config, gpus = self.config, await self.gpus()
+        config = self.config
         learner = await DeepSpeedLearner.start(
             config.learner,
             config.algorithm,
             frozen_model(self.checkpoint) or await self.model(),
             self.folder / LEARNER_LOG,
             seed=config.run.seed,
-            gpus=gpus,
             ranks=await self.ranks(),
             teacher=self.teacher_on_ranks,
         )
@@ -295,9 +287,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         try:
             return await asyncio.gather(first, second)
         finally:  # if one fails, the other ends too
-            for task in (first, second):
-                task.cancel()
-            await asyncio.wait((first, second))
+            await cancel_all((first, second))
 
     async def parts(self) -> Parts:
         """All parts, started."""

@@ -239,7 +239,7 @@ def make_publisher(
     assert isinstance(engine, EnginePool)
     if config.engine.new_weights == "ipc":
         launched = config.engine.launched
-        sender = MemorySender(learner, folder, 1 if launched is None else launched.per_gpu)
+        sender = MemorySender(learner, folder, 1 if launched is None else launched.servers_per_gpu)
         return MemoryPublisher(engine, sender, colocation, handover)
     broadcaster = LearnerSender(learner, folder, config.engine.pool.broadcast_timeout_s)
     return BroadcastPublisher(engine, broadcaster, handover)

@@ -128,8 +128,8 @@ class RunSaver(Saver):
     """The checkpoints of a training run."""
 
     state: RunState
-    journal: Journal | None = None
-    archive: Archive | None = None
+    journal: Journal | None
+    archive: Archive
 
     @asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
@@ -143,8 +143,7 @@ class RunSaver(Saver):
         if self.journal is not None and not self.journal.is_broken:
             with suppress(ConfigError):  # raised by `_release`, after the weights are safe
                 await self.journal.commit()
-        if self.archive is not None:
-            await asyncio.shield(self.archive.written())  # whose disk may hang
+        await asyncio.shield(self.archive.written())  # whose disk may hang
 
     async def save(self, *, at_end: bool = False) -> None:
         """As Saver.save; also removes the part of the journal that no checkpoint needs."""
@@ -152,14 +151,11 @@ class RunSaver(Saver):
             await super().save()
             return await self._release()
         # Weights and state come first; the rest may fail.
-        writing = None
-        if self.archive is not None:
-            writing = asyncio.create_task(self.archive.written())
+        writing = asyncio.create_task(self.archive.written())
         try:
             await super().save(at_end=True)
         finally:
-            if writing is not None:
-                await self._try_finish("the trees of the last step", writing)
+            await self._try_finish("the trees of the last step", writing)
         await self._try_finish("the journal", self._release())
 
     async def _release(self) -> None:

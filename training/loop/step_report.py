@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agentenv.base.offload import in_thread
-from agentenv.base.tree import TrajectoryTree
 from agentenv.contract.env import shared_stats
-from agentenv.learners.algorithms.credit import CreditedTree, counted_leaves
+from agentenv.learners.algorithms.credit import counted_leaves
 from agentenv.rollout import metrics as measures
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.clocks import Stopwatch
@@ -22,13 +21,7 @@ from agentenv.training.loop.recorder import Recorder
 
 
 def step_score(
-    delivered: Sequence[TrajectoryTree],
-    trained: Sequence[CreditedTree],
-    *,
-    policy_version: int,
-    seconds: float,
-    groups_per_step: int,
-    num_known: Mapping[int, int],
+    batch: StepBatch, seconds: float, groups_per_step: int, num_known: Mapping[int, int]
 ) -> measures.Metrics:
     """The score of a step, a measure of useful training per second, and its factors.
 
@@ -45,11 +38,12 @@ def step_score(
     the published package (0.5.18) does not contain that tuner, so values are not comparable with
     ART's.
 
-    The step took `seconds` of wall time. `policy_version` is the learner's before the update;
-    `num_known` gives by a tree's index how many of its first nodes an earlier process grew, in
-    seconds that are not counted here. Also flow/filtered_tokens: the share of the sampled tokens of
-    the `delivered` trees that were in none of the `trained` ones, which have a signal each.
+    The step took `seconds` of wall time. `num_known` gives by a tree's index how many of its first
+    nodes an earlier process grew, in seconds that are not counted here. Also flow/filtered_tokens:
+    the share of the sampled tokens of the delivered trees that were in none of the trained ones
+    with a signal.
     """
+    trained = batch.learned
     num_accepted = num_new = sum_ages = 0
     for tree, credit in trained:
         first_new = num_known.get(tree.index, 0)
@@ -58,9 +52,9 @@ def step_score(
                 num_accepted += len(node.action_ids)
                 num_new += len(node.action_ids) * (index >= first_new)
                 for span in node.version_spans:
-                    age = max(0, policy_version - span.version)  # of a lost checkpoint: 0
+                    age = max(0, batch.policy_version - span.version)  # of a lost checkpoint: 0
                     sum_ages += (span.end - span.start) * age
-    num_sampled = sum(tree.num_action_tokens for tree in delivered)
+    num_sampled = sum(tree.num_action_tokens for tree in batch.delivered)
     num_trained = sum(tree.num_action_tokens for tree, _ in trained)
     rate = num_new / seconds if seconds else 0.0
     freshness = num_accepted / (num_accepted + sum_ages) if num_accepted else 0.0
@@ -80,13 +74,12 @@ class StepReport:
 
     feeder: Feeder
     recorder: Recorder
-    watch: Stopwatch
     lag: measures.LoopLag
 
     def __post_init__(self) -> None:
         self.parts, self.queue = self.feeder.parts, self.feeder.queue
         self.state, self.alarms = self.feeder.state, self.feeder.batches.alarms
-        self._throughput = measures.Throughput()
+        self.watch, self._throughput = Stopwatch(), measures.Throughput()
         self._num_words = getattr(self.parts.actor.renderer, "num_words", math.inf)
         self.row: dict[str, float] = {}  # of the last step
         self._scored_s = self._began_s = 0.0
@@ -116,13 +109,7 @@ class StepReport:
         tree's index, the number of nodes that an earlier process grew."""
         began_s, self._scored_s = self._scored_s, asyncio.get_running_loop().time()
         batch.metrics |= await in_thread(
-            step_score,
-            batch.delivered,
-            batch.learned,
-            policy_version=batch.policy_version,
-            seconds=self._scored_s - began_s,
-            groups_per_step=self.queue.groups_per_step,
-            num_known=num_known,
+            step_score, batch, self._scored_s - began_s, self.queue.groups_per_step, num_known
         )
         hits = self.parts.actor.prefixes.take()
         self.alarms.check_step(batch.delivered, batch.metrics, hits)

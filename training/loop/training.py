@@ -37,7 +37,7 @@ from agentenv.rollout.journal import Journal
 from agentenv.rollout.metrics import LoopLag
 from agentenv.rollout.queue import ReplayQueue
 from agentenv.training.loop.batching import BatchBuilder
-from agentenv.training.loop.clocks import PhaseClock, Stopwatch
+from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder, Workers
 from agentenv.training.loop.loop import Critic, Loop, Teacher
@@ -129,7 +129,7 @@ class Training:
 
     async def set_up(self, stack: AsyncExitStack) -> Loop:
         """Build all objects of the run but the rollout workers; `stack` closes them."""
-        config, run, state, queue = self.config, self.run, self.state, self.queue
+        config, run, state = self.config, self.run, self.state
         parts = await self.build(config, run, self.checkpoint, stack, self.view.log)
         log = parts.actor.failures.log
         parts.eval_actor.failures.log = log
@@ -138,14 +138,10 @@ class Training:
         stack.push_async_callback(recorder.close)
         settings, journal = rollout_settings(config), None
         if config.journal.enabled:
-            journal = Journal(
-                run.path / JOURNAL, config.journal, settings=settings, incarnation=state.incarnation
-            )
+            folder, incarnation = run.path / JOURNAL, state.incarnation
+            journal = Journal(folder, settings=settings, incarnation=incarnation)
             stack.push_async_callback(journal.close)
-        batches = BatchBuilder(config, state)
-        feeder = self.make_feeder(config, state, parts, queue, batches, journal)
-        # the checkpoint after the cold start stays: runs of other algorithms can start from it
-        kept = [] if config.sft is None else [0]
+        feeder = self.make_feeder(parts, self.queue, BatchBuilder(config, state), journal)
         saver = RunSaver(
             config.checkpoint,
             run.checkpoints,
@@ -153,26 +149,22 @@ class Training:
             self.view,
             step=lambda: state.step,
             snapshot=state.resumable,
-            needed=lambda: kept,
-            turn=parts.learner.turn,
+            # the checkpoint after the cold start: runs of other algorithms can start from it
+            needed=() if config.sft is None else (0,),
             state=state,
             journal=journal,
             archive=recorder.archive,
         )
-        watch, teacher = Stopwatch(), None
+        teacher = None
         if config.algorithm.teach:
             teacher = await self.make_teacher(config, parts, stack)
         self.loop = Loop(
             feeder=feeder,
             parity=ParityCheck(config, parts.probe, state.parity),
-            saver=saver,
-            recorder=recorder,
             evaluator=RunEvaluator(parts, recorder, saver, self.clock),
-            report=self.make_report(feeder, recorder, watch, self.lag),
+            report=self.make_report(feeder, recorder, self.lag),
             critic=None if config.self_critic is None else self.make_critic(config, parts, run),
             teacher=teacher,
-            clock=self.clock,
-            watch=watch,
             settings=settings,
         )
         return self.loop

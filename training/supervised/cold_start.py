@@ -101,7 +101,6 @@ class ColdStart:
         assert config.sft is not None
         assert parts.demonstrations is not None
         self.config = config.sft
-        self.learner_config = config.learner
         self.rng = Random(f"{config.run.seed}/sft")
         self.parts, self.recorder = parts, recorder
         self.view, self.state = recorder.view, state
@@ -120,7 +119,6 @@ class ColdStart:
             recorder.view,
             step=lambda: self.done.step,
             snapshot=state.resumable,
-            turn=parts.learner.turn,
             phase=COLD_START,
         )
 
@@ -189,7 +187,7 @@ class ColdStart:
     async def _end(self) -> None:
         """End the cold start: later checkpoints count updates."""
         async with self.saver.moving():
-            await self.parts.learner.reset_optimizer(optimizer_of(self.learner_config))
+            await self.parts.learner.reset_optimizer(optimizer_of(self.recorder.config.learner))
             self.state.imitating = None
 
     def _report(self, what: str) -> None:

@@ -106,13 +106,12 @@ def _after(trajectory: Trajectory, start: int) -> tuple[list[int], list[int]]:
 
 def num_kinds(trees: Sequence[TrajectoryTree], threshold: float) -> dict[str, int]:
     """Numbers of questions with only chosen, only rejected, or both kinds of answers."""
-    counts = {"all_chosen": 0, "all_rejected": 0, "mixed": 0}
-    for tree in trees:
-        found = {trajectory.reward >= threshold for trajectory in tree.trajectories()}
-        if found:
-            same = "all_chosen" if True in found else "all_rejected"
-            counts["mixed" if len(found) == 2 else same] += 1
-    return counts
+    found = [{one.reward >= threshold for one in tree.trajectories()} for tree in trees]
+    return {
+        "all_chosen": found.count({True}),
+        "all_rejected": found.count({False}),
+        "mixed": found.count({True, False}),
+    }
 
 
 T = TypeVar("T")
@@ -147,9 +146,8 @@ class RowLoader:
 
     def load(self, encoder: ChatEncoder) -> Loaded[Any]:
         """Sequences with their masks, or pairs without the reference's log-probs."""
-        if self.is_ranking:
-            return self._load(lambda raw, form: self._pairs(raw, form, encoder))
-        return self._load(lambda raw, form: self._examples(raw, form, encoder))
+        read: Any = self._pairs if self.is_ranking else self._examples
+        return self._load(lambda raw, form: read(raw, form, encoder))
 
     def count(self) -> int:
         """Number of rows that can be read as dialogues or preferences, without a tokenizer."""
@@ -173,9 +171,7 @@ class RowLoader:
             kept = self._cut(*both)
             if kept is None:
                 continue
-            if kept[0].equals(kept[1]):
-                if both[0].equals(both[1]):
-                    raise DataError("the chosen and the rejected answer are equal")
+            if kept[0].equals(kept[1]) and not both[0].equals(both[1]):
                 self._num_left_out += 1  # they differed after the cut
                 continue
             pairs.append(encode_pair(*kept))

@@ -81,12 +81,9 @@ class ChatEncoder:
     ) -> None:
         assert isinstance(renderer, TagRenderer | NativeRenderer), "an endpoint cannot be trained"
         self.renderer = renderer
-        self.tokenizer = renderer.tokenizer
         self.instruction = instruction or Instruction()
         self.compat = compat
         self.is_native = isinstance(renderer, NativeRenderer)
-        self._opens_thought = False
-        self.end_id = renderer.end_id
 
     def encode(self, conversation: Dialogue, first_trained: int = 0) -> Example:
         """Encode a conversation. Answers are trained from message number `first_trained` on,
@@ -153,7 +150,7 @@ class ChatEncoder:
             yield from self._chain(text, tools)
         calls = answer.tool_calls or tag_calls(text, tools)
         if not (follower == "tool" or (calls and follower)):
-            yield [self.end_id], True
+            yield [self.renderer.end_id], True
 
     def _without_end(self, text: str) -> str:
         """An answer without a control token at its end, which some datasets include, unless it is
@@ -205,10 +202,8 @@ class ChatEncoder:
         self, group: list[Message], tools: Sequence[dict[str, Any]], turn_ids: Sequence[int]
     ) -> list[int]:
         """The token ids between two answers: tool results and user messages."""
-        try:
+        with reported_as(DataError, "", ConfigError, CrashError):
             return list(self.renderer.observation(group, tools, self.max_result_tokens, turn_ids))
-        except (ConfigError, CrashError) as error:
-            raise DataError(str(error)) from error
 
 
 def _join(parts: list[Part]) -> Example:

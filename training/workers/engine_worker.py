@@ -72,7 +72,7 @@ class ClusterServers(WorkerGroup[Worker]):
             "agentenv.training.workers.engine_worker",
             "engine",
             "engine server",
-            config.count,
+            config.num_servers,
             config.start_timeout_s + SLACK_S,
             MAX_RESTARTS,
             "engine.servers",

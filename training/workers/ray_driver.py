@@ -8,7 +8,11 @@ long as the process lives.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import signal
+import socket
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,8 +22,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from agentenv.base.errors import ConfigError, MissingError, WorkerError
-from agentenv.base.installation import install_hint
+from agentenv.base.errors import ConfigError, WorkerError
+from agentenv.base.installation import install_hint, needed
 from agentenv.base.offload import in_thread
 from agentenv.cluster.messages import WorkerFigures
 from agentenv.processes.link import Link
@@ -49,19 +53,11 @@ print(process.pid)
 
 
 class NodeHolder:
-    """A Ray actor on a node, for one process. Ray pickles the class by value, so the node need not
-    have agentenv installed for it."""
+    """A Ray actor on a node, for one process. Ray pickles the class by value, with the modules that
+    it names, so the node need not have agentenv installed for it; it uses none of agentenv."""
 
-    def start(
-        self, command: list[str], env: dict[str, str], log: str, cwd: str, detach: str
-    ) -> tuple[str, str, int]:
-        """Start the process detached from Ray; returns host name, node id and process id."""
-        import json
-        import os
-        import socket
-        import subprocess
-        import sys
-
+    def start(self, command: list[str], env: dict[str, str], log: str, cwd: str) -> tuple[str, int]:
+        """Start the process detached from Ray; returns node id and process id."""
         import ray
 
         for path, key in ((command[0], "cluster.python"), (cwd, "the project's folder")):
@@ -74,15 +70,14 @@ class NodeHolder:
         os.makedirs(os.path.dirname(log), exist_ok=True)
         rest = {name: text for name, text in os.environ.items() if not name.startswith("RAY_")}
         found = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", detach, log, json.dumps(command), cwd],
+            [sys.executable, "-I", "-S", "-c", DETACH, log, json.dumps(command), cwd],
             env={**rest, **env},
             stdout=subprocess.PIPE,
             check=True,
             timeout=30,
         )
         self.pid = int(found.stdout)
-        node = ray.get_runtime_context().get_node_id()
-        return socket.gethostname(), node, self.pid
+        return ray.get_runtime_context().get_node_id(), self.pid
 
     def is_alive(self) -> bool:
         try:
@@ -93,18 +88,12 @@ class NodeHolder:
 
     def ended(self) -> str:
         """Wait for the end of the process."""
-        import time
-
         while self.is_alive():  # poll: it is not a child of this process
             time.sleep(0.3)
         return "has ended"
 
     def stop(self, grace_s: float) -> None:
         """Stop the guard, which ends the process; after `grace_s`, kill it."""
-        import os
-        import signal
-        import time
-
         end = time.monotonic() + grace_s
         with_signal = signal.SIGTERM
         while self.is_alive():
@@ -123,37 +112,24 @@ class Ray:
     def __init__(self, setup: ray_placement.RaySetup) -> None:
         if not setup.address:  # on Linux, Ray's sockets would listen on all addresses
             os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-        try:
-            import ray
-        except ImportError as error:
-            raise MissingError(
-                f"cluster.kind = ray requires the package ray: {install_hint('ray')}"
-            ) from error
+        ray = needed("ray", "ray", "cluster.kind = ray")
         if Version(ray.__version__) < Version(OLDEST):
             raise ConfigError(
                 f"cluster.kind = ray requires Ray {OLDEST} or later, and {ray.__version__} is "
                 f"installed: {install_hint('ray')} --upgrade"
             )
-        self.ray: Any = ray
+        self.ray = ray
         self.setup = setup
 
     def connect(self) -> None:
         """Connect to the cluster, or start a local one. Raises ConfigError and WorkerError."""
-        setup, options = self.setup, {}
+        setup = self.setup
+        options: dict[str, Any] = {"address": setup.address or "local", "namespace": "agentenv"}
         if not setup.address:
-            options = {
-                "address": "local",
-                "include_dashboard": False,
-                "object_store_memory": OBJECT_STORE_BYTES,
-            }
+            options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         for attempt in range(NUM_STARTS):
             try:
-                self.ray.init(
-                    **({"address": setup.address} | options),
-                    log_to_driver=False,
-                    configure_logging=False,
-                    namespace="agentenv",
-                )
+                self.ray.init(**options, log_to_driver=False, configure_logging=False)
                 return
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
                 raise ConfigError(
@@ -276,10 +252,10 @@ class RayDriver:
         how = ""
         try:
             held.holder = await in_thread(self._ray.hold, spec)
-            host, held.node, pid = await held.holder.start.remote(
-                spec.command, spec.env, spec.log, os.getcwd(), DETACH
+            held.node, pid = await held.holder.start.remote(
+                spec.command, spec.env, spec.log, os.getcwd()
             )
-            self._link.send(pack(ray_placement.ProcessStarted(spec.name, host, held.node, pid)))
+            self._link.send(pack(ray_placement.ProcessStarted(spec.name, held.node, pid)))
             how = await held.holder.ended.remote()
         except Exception as error:  # of Ray, and of its actor
             cause = getattr(error, "cause", None) or error

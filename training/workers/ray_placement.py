@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from agentenv.base.deadline import at_most
 from agentenv.base.errors import WorkerError
 from agentenv.base.untrusted import packed
 from agentenv.cluster.messages import Notice, WorkerFigures
@@ -60,7 +60,6 @@ class ProcessStarted(Struct, array_like=True, frozen=True, tag=22):
     """A process runs on a node of Ray, under a guard with process id `pid`."""
 
     name: str
-    host: str
     node: str
     pid: int
 
@@ -193,9 +192,7 @@ class RayPlacement(WorkerGroup[Worker]):
         if placed is None or not self.workers:
             return
         self._send(StopProcess(name))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S + 5.0):
-                await placed.ended
+        await at_most(GRACE_S + 5.0, placed.ended)
 
     def _send(self, message: Struct) -> None:
         for driver in self.workers.values():

@@ -86,11 +86,10 @@ class ReportedFailures(Failures):
         again: bool = False,
     ) -> None:
         """Report the end of a rollout, with or without a failure."""
-        if failure is not None:
-            self.num += 1
-            if failure.same not in self._traced and len(self._traced) < MAX_TEXTS:
-                self._traced.add(failure.same)
-                logger.info("%s", failure, exc_info=error)
+        traced = self._traced
+        if failure is not None and failure.same not in traced and len(traced) < MAX_TEXTS:
+            traced.add(failure.same)
+            logger.info("%s", failure, exc_info=error)
         self._link.send(pack(messages.RolloutEnded(failure)))
 
 
@@ -145,10 +144,6 @@ class RolloutWorker:
             case _:
                 self.engine.handle(request)
 
-    def notify(self, text: str) -> None:
-        """Send a message for the user to the controller."""
-        self.link.send(pack(messages.Notice(text)))
-
     def leave(self, within_s: float) -> None:
         """Request no more trees: this process ends in `within_s` seconds."""
         self.link.send(pack(messages.Leaving(within_s)))
@@ -166,9 +161,7 @@ class RolloutWorker:
             rollout.cancel(request.reason)
 
     async def _grow(self, request: Grow) -> None:
-        recorded = None
-        if request.recorded is not None:
-            recorded = RECORDED.decode(request.recorded)
+        recorded = None if request.recorded is None else RECORDED.decode(request.recorded)
         frames = Frames(self.link, request.number, self.settings, self.incarnation)
         try:
             await self.actor.rollout(
@@ -258,7 +251,7 @@ async def build(
     actor = actor_of(config, engine, renderer, (await assembly.makers())[TRAINED])
     watch(actor, config)
     lag = LoopLag()
-    waits = WaitWatch(lambda: [actor], lambda text: worker.notify(text))
+    waits = WaitWatch(lambda: [actor], lambda text: link.send(pack(messages.Notice(text))))
 
     def look(figures: WorkerFigures) -> None:
         figures.env, figures.loop = shared_stats(), lag.figures()

@@ -18,7 +18,7 @@ from agentenv.assembly.run.exits import exit_code_of, run_until_done
 from agentenv.assembly.run.terminal import ErrorLines, View
 from agentenv.assembly.run.watchdog import rolling_out
 from agentenv.base.config import Reporter
-from agentenv.base.errors import AgentEnvError, ConfigError, WorkerError
+from agentenv.base.errors import AgentEnvError, ConfigError, WorkerError, reported_as
 from agentenv.base.installation import PACKAGES
 from agentenv.base.untrusted import packed
 from agentenv.cluster.messages import Notice
@@ -100,14 +100,11 @@ async def work(
     link, setup = await connect(address, hello, wait_s)
     async with AsyncExitStack() as stack:
         stack.callback(link.close)
+        problem = f"the messages of {address} cannot be decoded"
+        remedy = f"; does it have the same version of agentenv as this machine ({PACKAGES})?"
         try:
-            try:
+            with reported_as(ConfigError, problem, msgspec.DecodeError, end=remedy):
                 worker = await build(setup, link, stack, view.log, hello.number)
-            except msgspec.DecodeError as error:
-                raise ConfigError(
-                    f"the messages of {address} cannot be decoded ({error}); does it have the same "
-                    f"version of agentenv as this machine ({PACKAGES})?"
-                ) from error
         except AgentEnvError as error:
             link.send(packed(Refusal(*named(error))))
             raise

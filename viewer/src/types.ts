@@ -14,7 +14,6 @@ export interface EvaluationHead {
   folder: string;
   subject: Row;
   config: Row;
-  bytes: number;
 }
 
 export interface Run {
@@ -27,7 +26,6 @@ export interface Run {
   checkpoints: string[];
   steps: number[];
   has_texts: boolean;
-  has_metrics: boolean;
   evaluations: EvaluationHead[];
   exported?: { left_out: string[]; when: string };
 }
@@ -61,20 +59,17 @@ export interface TreeDetails {
   env: string;
   right: number;
   failures: Record<string, number>;
-  limits: Record<string, number>;
   calls: number;
   call_errors: number;
   tool_s: number;
   entropy: number | null;
   gap: number | null;
-  retaken: number;
   changed: number;
 }
 
 export interface StepAnswer {
   step: number;
   policy_version: number;
-  incarnation: number;
   num_trees: number;
   is_whole: boolean;
   metrics: Record<string, number>;

@@ -231,11 +231,9 @@ class EmbeddedEngine(Engine):
             self._post(settle, done, outcome)
 
         self._changes.add(done)
+        done.add_done_callback(self._changes.discard)
         self._commands.put(command)
-        try:
-            await done
-        finally:
-            self._changes.discard(done)
+        await done
 
     def _note_awake(self) -> None:
         self._slept_s, self._asleep_since = self.outage_s, None

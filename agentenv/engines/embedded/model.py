@@ -94,16 +94,12 @@ class SlotCache:
         num_slots = num_running + num_cached
         self.blocks: dict[int, SlotBlock] = {}  # by width
         self._free = list(range(num_slots))
-        self._place: dict[int, tuple[SlotBlock, int]] = {}  # of running slots: block and row
+        self.place: dict[int, tuple[SlotBlock, int]] = {}  # of running slots: block and row
         self.idle: OrderedDict[int, Tensor] = OrderedDict()  # columns, as of Block.columns
         self._session = [""] * num_slots
         self._version = np.full(num_slots, NO_VERSION, dtype=np.int64)
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # columns computed
         self.tokens = np.zeros((num_slots, FIRST_WIDTH), dtype=np.int32)
-
-    def location(self, slot: int) -> tuple[SlotBlock, int]:
-        """Block and row of a running slot."""
-        return self._place[slot]
 
     def version(self, slot: int) -> int:
         """Version of all columns of the slot, or NO_VERSION if they cannot be shared."""
@@ -174,13 +170,13 @@ class SlotCache:
     def grow(self, slot: int, columns: int) -> None:
         """Move a running slot to a block in which `columns` columns fit."""
         shared = self._columns(slot, int(self.lengths[slot]))
-        block, row = self._place[slot]
+        block, row = self.place[slot]
         self._put(slot, self._block_for(columns), shared)
         self._remove(block, row)
 
     def close(self, slot: int, version: int) -> None:
         """End a running slot, which stays as a cache entry if all its columns are of `version`."""
-        block, row = self._place.pop(slot)
+        block, row = self.place.pop(slot)
         if self._num_cached and self.version(slot) == version:
             self.idle[slot] = block.columns(row, int(self.lengths[slot])).clone()
             if len(self.idle) > self._num_cached:
@@ -199,16 +195,16 @@ class SlotCache:
     def clear(self) -> None:
         """Drop all slots, running ones too, and their memory."""
         self.forget_all()
-        for slot in self._place:
+        for slot in self.place:
             self._free_slot(slot)
-        self._place.clear()
+        self.place.clear()
         self.blocks.clear()
 
     def _columns(self, slot: int, length: int) -> Tensor:
         """A view of the first columns of a running or an idle slot."""
         if slot in self.idle:
             return self.idle[slot][:, :, :, :length]
-        block, row = self._place[slot]
+        block, row = self.place[slot]
         return block.columns(row, length)
 
     def _block_for(self, columns: int) -> SlotBlock:
@@ -224,7 +220,7 @@ class SlotCache:
     def _put(self, slot: int, block: SlotBlock, columns: Tensor | None) -> None:
         """Give the slot a row of the block that begins with `columns`."""
         row = block.add(slot)
-        self._place[slot] = block, row
+        self.place[slot] = block, row
         if columns is not None:
             block.columns(row, columns.shape[3])[:] = columns
 
@@ -236,7 +232,7 @@ class SlotCache:
             length = int(self.lengths[slot])
             block.columns(row, length)[:] = block.columns(last, length)
             block.slots[row] = slot
-            self._place[slot] = block, row
+            self.place[slot] = block, row
         elif not block.slots and block.width > FIRST_WIDTH:
             del self.blocks[block.width]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class BatchStep:
         self.inputs = [request.turn.token_ids[-1] for request in self.requests]
         prefills: list[model.Prefill] = []
         for request in fresh:
-            block, row = cache.location(request.slot)
+            block, row = cache.place[request.slot]
             past, start = request.turn.num_cached_tokens, len(token_ids)
             ids = request.context[past:].tolist()
             prefills.append(model.Prefill(block, row, past, start, len(ids), device))
@@ -188,10 +189,7 @@ class Scheduler:
             request.enders |= request.matcher.candidates
         self.counts["requests"] += 1
         self.counts["prompt_tokens"] += len(request.prompt)
-        place = len(self.waiting)
-        while place and self.waiting[place - 1].order > request.order:
-            place -= 1
-        self.waiting.insert(place, request)
+        insort(self.waiting, request, key=lambda one: one.order)
 
     def cancel(self, request: EmbeddedRequest) -> None:
         """Forget a request; unknown and finished ones are ignored."""
@@ -265,7 +263,7 @@ class Scheduler:
         self._step = None
         for slot in self.running:
             length = int(self._cache.lengths[slot])
-            if length == self._cache.location(slot)[0].width:
+            if length == self._cache.place[slot][0].width:
                 self._cache.grow(slot, length + 1)
 
     def _admit(self) -> list[EmbeddedRequest]:

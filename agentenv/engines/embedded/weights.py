@@ -6,7 +6,6 @@ Weights are replaced in place, all or none of them, so that views of parameters 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,10 +218,9 @@ class EmbeddedWeights:
 
     def release_memory(self) -> None:
         """Free their memory on the device; see `restore_memory`."""
-        for storage in self._storages():
-            copy = storage.cpu().clone()  # type: ignore[no-untyped-call]
-            self._aside.append((storage, copy))
-        for storage, _ in self._aside:
+        storages = map(Tensor.untyped_storage, self.targets.values())
+        for storage in {one.data_ptr(): one for one in storages}.values():  # each once
+            self._aside.append((storage, storage.cpu().clone()))  # type: ignore[no-untyped-call]
             storage.resize_(0)
 
     def restore_memory(self) -> None:
@@ -231,14 +229,6 @@ class EmbeddedWeights:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
         self._aside = []
-
-    def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Each once."""
-        seen = {
-            place.untyped_storage().data_ptr(): place.untyped_storage()
-            for place in self.targets.values()
-        }
-        yield from seen.values()
 
     def _check(self, source: Path, found: dict[str, Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from agentenv.base.errors import ConfigError, EngineError
-from agentenv.base.retries import backoff_s
+from agentenv.base.retries import Backoff
 from agentenv.base.types import SamplingParams
 from agentenv.contract.request import (
     BusyError,
@@ -28,7 +29,7 @@ from agentenv.contract.request import (
 )
 from agentenv.contract.server_config import PoolConfig
 from agentenv.contract.weights import Group, Manifest, Sender, SharedSender
-from agentenv.engines.pool.server import FIRST_CLOSED_S, PooledServer
+from agentenv.engines.pool.server import CLOSED, PooledServer
 from agentenv.engines.remote.base import sampled
 from agentenv.engines.remote.weight_sync import Server
 
@@ -52,14 +53,24 @@ class Target(Struct, frozen=True):
 
 
 PROBE_IDS = (1,)
-MAX_PROBE_PAUSE_S = 5.0  # before another probe of a full server
+PROBES = Backoff(CLOSED.first_s, 5.0)  # of a full server
+
+
+@asynccontextmanager
+async def in_time(seconds: float, late: str) -> AsyncIterator[None]:
+    """A block with a deadline, after which it raises ServerLostError: `late`, and the seconds."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise ServerLostError(f"{late} within {seconds:g} s") from error
 
 
 async def try_out(server: Server, within_s: float) -> None:
     """Raises ServerLostError if the server returns no token in time. Retries while it is full,
     which does not depend on its weights."""
     try:
-        async with asyncio.timeout(within_s):
+        async with in_time(within_s, f"{server.name} returned no token of a probe"):
             for attempt in count():
                 request = ServerRequest(
                     f"weights-{secrets.token_hex(4)}",
@@ -71,14 +82,7 @@ async def try_out(server: Server, within_s: float) -> None:
                     return
                 except (BusyError, NoDescriptorError) as error:
                     wanted_s = getattr(error, "retry_after_s", 0.0)
-                pause_s = backoff_s(
-                    attempt, server.name, first_s=FIRST_CLOSED_S, max_s=MAX_PROBE_PAUSE_S
-                )
-                await asyncio.sleep(max(pause_s, wanted_s))
-    except TimeoutError as error:
-        raise ServerLostError(
-            f"{server.name} returned no token within {within_s:g} s in a probe"
-        ) from error
+                await asyncio.sleep(max(PROBES.seconds(attempt, server.name), wanted_s))
     except ForeignWeightsError as error:  # another process has replaced it
         raise ServerLostError(str(error)) from error
 
@@ -143,7 +147,7 @@ class Keeper:
                 continue
             else:
                 failures += 1
-                pause_s = self._config.backoff_s(failures, server.name)
+                pause_s = self._config.backoff.seconds(failures - 1, server.name)
             await server.rest(pause_s)
         while running := [one for one in server.running if not one.done()]:
             await asyncio.wait(running)
@@ -165,15 +169,10 @@ class Keeper:
         ServerLostError if the server does not answer, or has other weights."""
         if self._replacing.locked():  # paused: waiting requests are no congestion
             return
-        server, within_s = self.server, self._config.poll_timeout_s
-        try:
-            async with asyncio.timeout(within_s):
-                load = await self.client.load()
-                keeps_label = await self.client.keeps_label()
-        except TimeoutError as error:
-            raise ServerLostError(
-                f"{server.name} did not report its load within {within_s:g} s"
-            ) from error
+        server = self.server
+        async with in_time(self._config.poll_timeout_s, f"{server.name} did not report its load"):
+            load = await self.client.load()
+            keeps_label = await self.client.keeps_label()
         if not server.serving:
             return
         server.load = load
@@ -287,7 +286,7 @@ class Keeper:
         refusal: EngineError | None = None
         for attempt in range(NUM_LOADS):
             if attempt:
-                await asyncio.sleep(self._config.backoff_s(attempt, self.server.name))
+                await asyncio.sleep(self._config.backoff.seconds(attempt - 1, self.server.name))
             try:
                 await self._load(lambda: target)
                 return None
@@ -340,19 +339,13 @@ class Keeper:
     async def _replace(self, load: Callable[[], Awaitable[None]], policy_version: int) -> None:
         """Load these weights and serve them. Raises ServerLostError if that fails."""
         server = self.server
+        late = f"{server.name} did not load policy version {policy_version}"
         async with self._replacing:
             with server.loading():
                 try:
-                    async with asyncio.timeout(self._config.load_timeout_s):
+                    async with in_time(self._config.load_timeout_s, late):
                         await load()
                         await try_out(self.client, self._config.first_token_s)
-                except TimeoutError as error:
-                    lost = ServerLostError(
-                        f"{server.name} did not load policy version {policy_version} within "
-                        f"{self._config.load_timeout_s:g} s"
-                    )
-                    server.drop(f"its weight version is uncertain: {lost}")
-                    raise lost from error
                 except (ServerLostError, asyncio.CancelledError) as error:
                     text = str(error) or "their load was aborted"
                     server.drop(f"its weight version is uncertain: {text}")

@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from agentenv.base.deadline import uncancelled
+from agentenv.base.deadline import WorkClock, cancel_all, uncancelled
 from agentenv.base.errors import ConfigError, EngineDeadError, EngineError
 from agentenv.base.types import Completion, SamplingParams
 from agentenv.contract.engine import Feature
@@ -91,17 +91,12 @@ class SlotQueue:
 
     def seek(
         self, session: str, order: tuple[int, int] = (0, 0), avoid: Collection[PooledServer] = ()
-    ) -> PooledServer | asyncio.Future[PooledServer]:
-        """A server with room, or a future of one, which may be cancelled."""
-        self.dispatch()
-        server = None if self._waiting else self._choose(session, avoid)
-        if server is not None:
-            server.in_flight += 1
-            return server
+    ) -> asyncio.Future[PooledServer]:
+        """A future of a server with room, done if there is one now; it may be cancelled."""
         slot: asyncio.Future[PooledServer] = asyncio.get_running_loop().create_future()
         self._num_came += 1
         heappush(self._waiting, (order, self._num_came, slot, session, avoid))
-        self.dispatch()  # there may be room for this turn but not for earlier ones
+        self.dispatch()
         return slot
 
     def free(self, server: PooledServer) -> None:
@@ -186,8 +181,8 @@ class EnginePool(TurnEngine[PooledServer]):
         self._num_servers = 0  # so far, including removed ones
         self._updating = asyncio.Lock()
         self._returned = asyncio.Event()  # a server serves again, or the pool has ended
-        self._outage_began: float | None = None  # loop time; None: a server is available
-        self._past_outages_s = 0.0
+        self._is_out = False  # no server is available
+        self._outage = WorkClock()  # runs meanwhile
         self._outage_timer: asyncio.TimerHandle | None = None  # ends the pool after a long outage
         for server in servers:
             self._enlist(server)
@@ -235,10 +230,10 @@ class EnginePool(TurnEngine[PooledServer]):
         self.check_alive()
         self._keepers[self._enlist(client)].start()
 
-    def remove_server(self, name: str) -> None:
+    def remove_server(self, url: str) -> None:
         """Remove a server permanently; its running requests finish."""
         for server in list(self.servers):
-            if server.name == name:
+            if server.client.url == url:
                 self.servers.remove(server)
                 server.suspend("it was removed from the pool")
         self.watch_outage()
@@ -268,18 +263,10 @@ class EnginePool(TurnEngine[PooledServer]):
         if self.reason is not None:
             raise EngineDeadError(self.reason)
 
-    async def acquire(
+    def acquire(
         self, session: str, order: tuple[int, int], avoid: Collection[PooledServer]
-    ) -> PooledServer:
-        slot = self.queue.seek(session, order, avoid)
-        if isinstance(slot, PooledServer):
-            return slot
-        try:
-            return await slot
-        except asyncio.CancelledError:
-            if slot.done() and not slot.cancelled() and slot.exception() is None:
-                self.queue.free(slot.result())
-            raise
+    ) -> asyncio.Future[PooledServer]:
+        return self.queue.seek(session, order, avoid)
 
     def release(self, slot: PooledServer, outcome: Outcome) -> Outcome:
         outcome = self.settle(slot, outcome)
@@ -419,20 +406,17 @@ class EnginePool(TurnEngine[PooledServer]):
     def outage_s(self) -> float:
         """Total seconds in which no server was available or all slept; see
         agentenv/base/deadline.py."""
-        if self._outage_began is None:
-            return self._past_outages_s
-        return self._past_outages_s + asyncio.get_running_loop().time() - self._outage_began
+        return self._outage()
 
     def watch_outage(self) -> None:
         """Start or stop the clock of an outage, which runs while no server is available. The pool
         ends after a single outage of max_outage_s, unless the servers sleep."""
         out = self.reason is None and not any(server.is_there for server in self.servers)
-        loop = asyncio.get_running_loop()
-        if out and self._outage_began is None:
-            self._outage_began = loop.time()
-        elif not out and self._outage_began is not None:
-            self._past_outages_s, self._outage_began = self.outage_s, None
+        if out is not self._is_out:
+            self._is_out = out
+            (self._outage.go if out else self._outage.stop)()
         if out and not self.is_asleep and self._outage_timer is None:
+            loop = asyncio.get_running_loop()
             self._outage_timer = loop.call_later(self.config.max_outage_s, self._end_outage)
         elif (not out or self.is_asleep) and self._outage_timer is not None:
             self._outage_timer.cancel()
@@ -464,11 +448,10 @@ class EnginePool(TurnEngine[PooledServer]):
     async def _close(self) -> None:
         servers = {*self.servers, *self._keepers}
         tasks = {keeper.task for keeper in self._keepers.values() if keeper.task is not None}
-        for task in tasks:
-            task.cancel()
         requests = [request for server in servers for request in server.running]
-        if tasks or requests:
-            await asyncio.wait({*tasks, *requests})
+        await cancel_all(tasks)
+        if requests:
+            await asyncio.wait(requests)
         await asyncio.gather(*(server.client.close() for server in servers))
 
     def stats(self) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import field
@@ -139,11 +140,12 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
                 'learner; remove engine.urls, or use "directory"'
             )
         servers = self.servers or ServersConfig()
-        if servers.per_gpu * servers.gpu_memory_share > MAX_SHARE:
+        most = MAX_SHARE / servers.servers_per_gpu
+        if servers.gpu_memory_share > most:
             raise ConfigError(
                 f"engine.servers.gpu_memory_share = {servers.gpu_memory_share:g}: next to an "
-                f"offloaded learner on the same GPU at most {MAX_SHARE / servers.per_gpu:.2g} is "
-                "available, since the learner's CUDA context stays there"
+                f"offloaded learner on the same GPU at most {most:.2g} is available, since the "
+                "learner's CUDA context stays there"
             )
 
     async def check_reachable(self) -> None:
@@ -195,10 +197,7 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
         if pool.max_model_len:
             check_context(given.limits, pool.max_model_len)
         if launched is not None:
-            given.servers.follow(
-                lambda url: pool.add_server(make(url)),
-                lambda url: pool.remove_server(make(url).name),
-            )
+            given.servers.follow(lambda url: pool.add_server(make(url)), pool.remove_server)
         return pool
 
     def key(self) -> str:
@@ -207,19 +206,14 @@ class PooledEngineConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     def server_maker(self, vocabulary: int) -> Callable[[str], Server]:
         """Makes the client of a URL; `vocabulary` is the model's number of token ids."""
-        api_key = self.key()
-
-        def make(url: str) -> Server:
-            return type(self).client(
-                url,
-                entropy_top_k=self.entropy_top_k,
-                load_s=self.pool.load_timeout_s,
-                vocab_size=vocabulary,
-                api_key=api_key,
-                update_kv=self.update_kv,
-            )
-
-        return make
+        return partial(
+            type(self).client,
+            entropy_top_k=self.entropy_top_k,
+            load_s=self.pool.load_timeout_s,
+            vocab_size=vocabulary,
+            api_key=self.key(),
+            update_kv=self.update_kv,
+        )
 
     def _positions(self, model_config: dict[str, Any]) -> int:
         return num_stretched_positions(model_config)

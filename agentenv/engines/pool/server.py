@@ -11,16 +11,16 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import Enum
 from math import inf
 from typing import Any, Protocol
 
 from msgspec import Struct
 
-from agentenv.base.deadline import Work, WorkClock, waiting
+from agentenv.base.deadline import Work, WorkClock, at_most, waiting
 from agentenv.base.errors import SHOWN
-from agentenv.base.retries import backoff_s
+from agentenv.base.retries import Backoff
 from agentenv.contract.request import ForeignWeightsError, ServerLoad
 from agentenv.contract.server_config import PoolConfig
 from agentenv.engines.pool.limit import ConcurrencyLimit
@@ -141,7 +141,8 @@ class RequestMonitor:
     def is_lost(self, config: PoolConfig) -> bool:
         """Whether it has been silent for too long."""
         silence_s = self._slot.clock() - self._since_s
-        is_preempted = self._slot.has_queue and self._heartbeat.is_alive
+        # A preempted request waits again, while the server answers others.
+        is_preempted = self._slot.load.num_waiting > 0 and self._heartbeat.is_alive
         began = self._has_tokens and not is_preempted
         max_silence_s = config.silence_s if began else config.first_token_s
         if self._is_due:
@@ -177,6 +178,7 @@ class Slot:
         self.label = f"the server {client.name}"  # for the waits of rollouts
         self.reason = ""
         self.running: dict[asyncio.Future[Any], Pausable] = {}
+        self.load = ServerLoad(0, 0, 0.0, 0)  # as reported to this process
         self.num_requests = self.num_answered = self.num_tokens = 0
         self.is_paused = False
         self.clock = WorkClock()  # stops while the server is paused
@@ -190,11 +192,6 @@ class Slot:
     @property
     def is_asleep(self) -> bool:
         """Whether it sleeps; then its requests were aborted."""
-        return False
-
-    @property
-    def has_queue(self) -> bool:
-        """Whether requests wait in the server, where a preempted one may wait again."""
         return False
 
     def closed(self) -> Outcome | None:
@@ -229,8 +226,8 @@ class Slot:
 
 # A server in the controller's process.
 
-FIRST_CLOSED_S, MAX_CLOSED_S = 0.25, 60.0  # after a refusal
-FIRST_STAY_S, MAX_STAY_S = 1.0, 60.0  # outside of the pool, for a server that fails repeatedly
+CLOSED = Backoff(0.25, 60.0)  # after a refusal
+STAY = Backoff(1.0, 60.0)  # outside of the pool, for a server that fails repeatedly
 MAX_REFUSALS = 30  # consecutive rejections of a server without requests
 LONG_UPDATE_S = 5.0  # a longer update of weights is reported
 
@@ -271,7 +268,6 @@ class PooledServer(Slot):
         self.number = number
         self.state, self.reason = ServerState.OUT, "it is being connected"
         self.limit = ConcurrencyLimit(config.initial_concurrency, config.max_concurrency)
-        self.load = ServerLoad(0, 0, 0.0, 0)
         self.max_model_len = 0  # tokens, once connected
         self.features: frozenset[str] = frozenset()
         self.epoch = 0  # number of connections; after each it may be another process
@@ -305,10 +301,6 @@ class PooledServer(Slot):
     @property
     def is_asleep(self) -> bool:
         return self.state is ServerState.ASLEEP
-
-    @property
-    def has_queue(self) -> bool:
-        return self.load.num_waiting > 0
 
     @property
     def has_room(self) -> bool:
@@ -355,7 +347,7 @@ class PooledServer(Slot):
         self.out_until = asyncio.get_running_loop().time()
         if tries < 0:
             return self.leave(problem)
-        self.out_until += backoff_s(tries, self.name, first_s=FIRST_STAY_S, max_s=MAX_STAY_S)
+        self.out_until += STAY.seconds(tries, self.name)
         self.suspend(problem)
 
     def _close(self, problem: str, wanted_s: float) -> Outcome:
@@ -365,9 +357,7 @@ class PooledServer(Slot):
         loop = asyncio.get_running_loop()
         if loop.time() >= self._closed_until:
             tries, self._num_refusals = self._num_refusals, self._num_refusals + 1
-            self._closed_until = loop.time() + backoff_s(
-                tries, self.name, first_s=FIRST_CLOSED_S, max_s=MAX_CLOSED_S, at_least_s=wanted_s
-            )
+            self._closed_until = loop.time() + CLOSED.seconds(tries, self.name, wanted_s)
         if self._num_refusals > MAX_REFUSALS and self.in_flight <= 1:
             text = f"{self.name} rejects every request as if it were full"
             return self.settle(Lost("were lost", text))
@@ -443,9 +433,7 @@ class PooledServer(Slot):
 
     async def rest(self, seconds: float) -> None:
         """Wait until a check is requested, or was since the last wait; `seconds` at most."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.check_due.wait()
+        await at_most(seconds, self.check_due.wait())
         self.check_due.clear()
 
     def figures(self) -> dict[str, float]:

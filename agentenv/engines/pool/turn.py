@@ -88,8 +88,7 @@ class PooledTurn:
         self._eos_ids, self._matcher = eos_ids, matcher
         self._logprobs, self._entropies = array("d"), array("d")  # nats
         self._kept = list[list[int]]()  # by token, if the server returns them
-        sampled = (self.token_ids, self._logprobs, self._entropies)
-        self._sampled: tuple[array[Any], ...] = sampled
+        self._sampled: tuple[array[Any], ...] = (self.token_ids, self._logprobs, self._entropies)
         self._spans: list[VersionSpan] = []
         self._has_tokens = matcher is not None and matcher.has_tokens
         self._base = 0  # tokens of earlier parts
@@ -291,8 +290,11 @@ class TurnEngine(Engine, Generic[S]):
         """Raises EngineDeadError once no server is left."""
 
     @abstractmethod
-    async def acquire(self, session: str, order: tuple[int, int], avoid: Collection[S]) -> S:
-        """A slot on a server that serves. Raises EngineDeadError."""
+    def acquire(
+        self, session: str, order: tuple[int, int], avoid: Collection[S]
+    ) -> asyncio.Future[S]:
+        """A future of a slot on a server that serves, or of EngineDeadError; it may be
+        cancelled."""
 
     @abstractmethod
     def release(self, slot: S, outcome: server.Outcome) -> server.Outcome:
@@ -349,7 +351,7 @@ class TurnEngine(Engine, Generic[S]):
                     retries += 1
                     self.counts["retries"] += 1
                     with waiting("a pause before the request goes to another server"):
-                        await asyncio.sleep(self.config.backoff_s(retries, key))
+                        await asyncio.sleep(self.config.backoff.seconds(retries - 1, key))
 
     async def _part(
         self, turn: PooledTurn, session: str, order: tuple[int, int], failed: set[S]
@@ -357,8 +359,14 @@ class TurnEngine(Engine, Generic[S]):
         """Sample on one server. `failed` has servers to avoid, and is extended. Raises permanent
         errors of the server."""
         self.check_alive()
-        with waiting(WaitKind.SLOT):
-            slot = await self.acquire(session, order, failed)
+        found = self.acquire(session, order, failed)
+        try:
+            with waiting(WaitKind.SLOT):
+                slot = await found
+        except asyncio.CancelledError:
+            if found.done() and not found.cancelled() and found.exception() is None:
+                self.release(found.result(), server.Aborted())
+            raise
         outcome: server.Outcome = server.Aborted()
         try:
             while (ended := await self._request(slot, turn, session)) is None:
@@ -371,9 +379,7 @@ class TurnEngine(Engine, Generic[S]):
                     await self._mark_changed(slot, turn.completion, turn)
         finally:
             outcome = self.release(slot, outcome)
-        if isinstance(outcome, server.Lost) or (
-            isinstance(outcome, server.Aborted) and outcome.problem
-        ):
+        if isinstance(outcome, server.Lost | server.Aborted) and outcome.problem:
             failed.add(slot)
         if isinstance(outcome, server.Lost) and outcome.kind == ForeignWeightsError.kind:
             turn.discard(ForeignWeightsError(outcome.problem))

@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from agentenv.base.deadline import uncancelled
+from agentenv.base.deadline import cancel_all, uncancelled
 from agentenv.base.errors import SHOWN, EngineError
 from agentenv.contract.weights import Group, Sender, SharedSender, TransferError
 from agentenv.engines.pool.keeper import Keeper
 
 logger = logging.getLogger(__name__)
 
+Call = Coroutine[Any, Any, None]
 HANG_UP_S = 30.0  # for servers to end a call after the sender has hung up
 
 
@@ -44,11 +45,9 @@ class Broadcast:
         except EngineError as error:
             logger.warning("this update sends weights through a directory: %s", error)
             return
-        calls = [
-            asyncio.create_task(keeper.receive(group, manifest, version)) for keeper in keepers
-        ]
+        calls = [keeper.receive(group, manifest, version) for keeper in keepers]
         try:
-            await _together(sender, asyncio.create_task(sender.send()), calls)
+            await _together(sender, sender.send(), calls)
         except EngineError as error:
             logger.warning("a broadcast of weights failed: %s", error)
             await self._disband(sender)
@@ -69,12 +68,9 @@ class Broadcast:
         address = await sender.open(wires.pop())
         group = Group(f"agentenv-{secrets.token_hex(8)}", address, world_size, self._timeout_s)
         self._group, self._joined = group, wanted
-        joins = [
-            asyncio.create_task(keeper.client.join(group, first_rank))
-            for keeper, first_rank in zip(keepers, first_ranks, strict=True)
-        ]
+        joins = [k.client.join(group, rank) for k, rank in zip(keepers, first_ranks, strict=True)]
         try:
-            await _together(sender, asyncio.create_task(sender.join(group)), joins)
+            await _together(sender, sender.join(group), joins)
         except BaseException:
             await self._disband(sender)
             raise
@@ -136,12 +132,12 @@ async def share_weights(shared: SharedSender, version: int, keepers: Sequence[Ke
     shared.num_failures = 0 if all(succeeded) else shared.num_failures + 1
 
 
-async def _together(
-    sender: Sender, sending: asyncio.Task[None], others: Sequence[asyncio.Task[None]]
-) -> None:
-    """Wait for all while they can still succeed. Raises the first failure, after the end of all
-    tasks."""
-    tasks: list[asyncio.Task[None]] = [sending, *others]
+async def _together(sender: Sender, work: Call, calls: Sequence[Call]) -> None:
+    """Run the sender's `work` and the servers' calls, and wait for all while they can still
+    succeed. Raises the first failure, after the end of all tasks."""
+    others = [asyncio.create_task(call) for call in calls]
+    sending = asyncio.create_task(work)
+    tasks = [sending, *others]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         first = next((error for task in tasks if (error := _error(task)) is not None), None)
@@ -166,9 +162,7 @@ async def _cancel_all(sender: Sender, tasks: Sequence[asyncio.Task[None]]) -> No
         if not tasks[0].done():
             await sender.abort()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await cancel_all(tasks)
 
 
 def _error(task: asyncio.Task[Any]) -> BaseException | None:

@@ -37,7 +37,6 @@ from agentenv.engines.remote.routing import Ranks, routing
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 5.0
 NUM_LOOKS = 4  # requests to detect several servers behind one URL
 LAST_S = 5.0  # for background calls when the client closes
 UpdateKV = Literal["recompute", "keep"]
@@ -75,13 +74,13 @@ class LabeledSpan(Struct, frozen=True):
 
 class AnswerParser(ABC):
     """The parser of a server's stream for one request. `name_span` converts the label of weights to
-    their version; see RemoteServer.
+    their version; see RemoteServer. `is_exact`: whether entropies are exact.
     """
 
     def __init__(
         self,
         server: str,
-        entropy_kind: Literal["exact", "top_k"],
+        is_exact: bool,
         name_span: Callable[[str, int, int], VersionSpan],
         vocab_size: int,
         *,
@@ -91,7 +90,7 @@ class AnswerParser(ABC):
         self._server, self._name_span, self._vocab_size = server, name_span, vocab_size
         self._reason: str | None = None  # the finish reason
         self._spans: list[LabeledSpan] = []
-        self._entropy_kind: Literal["exact", "top_k"] = entropy_kind
+        self._entropy_kind: Literal["exact", "top_k"] = "exact" if is_exact else "top_k"
         self._stop: str | None = None
         self._num_cached_tokens = 0
         self._num_tokens = 0  # so far
@@ -144,14 +143,6 @@ class Facts(Struct, frozen=True):
 
 
 F = TypeVar("F", bound=Facts)
-
-
-class Handed(Struct, Generic[F], array_like=True, frozen=True):
-    """See RemoteServer.handed; `nonce` is the beginning of all labels of the client."""
-
-    facts: F
-    salt: str
-    nonce: str
 
 
 async def _no_guests() -> None:
@@ -237,20 +228,20 @@ class RemoteServer(ABC, Generic[F]):
             return facts.info
 
     def handed(self) -> bytes:
-        """The connection data for a client in another process; see `take_over`. With the cache
-        kept, salts change with each update, which other processes learn too late: they must not use
-        such a server.
+        """The connection data for a client in another process; see `take_over`: the facts, the
+        salt, and the beginning of all labels. With the cache kept, salts change with each update,
+        which other processes learn too late: they must not use such a server.
         """
         facts = replace(self._connected(), layout=None)
-        return msgspec.msgpack.encode(Handed(facts, self._run_salt, self._nonce))
+        return msgspec.msgpack.encode((facts, self._run_salt, self._nonce))
 
     def take_over(self, handed: bytes) -> None:
         """Use a server that another client manages; only `generate`, `name` and `close` are then
         allowed. New data is necessary after each connection.
         """
-        found = msgspec.msgpack.decode(handed, type=Handed[self.facts])  # type: ignore[name-defined]
-        self._facts, self._run_salt, self._nonce = found.facts, found.salt, found.nonce
-        self._ranks.count, self._unusable = found.facts.num_ranks, ""
+        kind = tuple[self.facts, str, str]  # type: ignore[name-defined]
+        facts, self._run_salt, self._nonce = msgspec.msgpack.decode(handed, type=kind)
+        self._facts, self._ranks.count, self._unusable = facts, facts.num_ranks, ""
 
     @property
     def has_free_entropies(self) -> bool:
@@ -272,11 +263,7 @@ class RemoteServer(ABC, Generic[F]):
 
     async def healthy(self) -> bool:
         """Whether it answers now; does not raise for a lost server."""
-        try:
-            await self._http.call("GET", self.health, timeout_s=HEALTH_S)
-        except EngineError:
-            return False
-        return True
+        return await self._http.answers(self.health)
 
     async def keeps_label(self) -> bool:
         """Whether the server returns the label that this client gave its weights. False: another
@@ -458,19 +445,10 @@ class RemoteServer(ABC, Generic[F]):
         """The label of the weights on one server; `fresh`: uses a new connection."""
 
 
-async def sampled(
-    server: RemoteServer[Any],
-    request: ServerRequest,
-    on_chunk: Callable[[Chunk], None] = lambda chunk: None,
-) -> Completion:
+async def sampled(server: RemoteServer[Any], request: ServerRequest) -> Completion:
     """One turn of a server, with all its tokens; see RemoteServer.generate."""
     chunks: list[Chunk] = []
-
-    def keep(chunk: Chunk) -> None:
-        chunks.append(chunk)
-        on_chunk(chunk)
-
-    end = await server.generate(request, keep)
+    end = await server.generate(request, chunks.append)
     return Completion(
         token_ids=[*chain.from_iterable(chunk.token_ids for chunk in chunks)],
         logprobs=[*chain.from_iterable(chunk.logprobs for chunk in chunks)],

@@ -125,7 +125,7 @@ class WeightSync(RemoteServer[F]):
         them, and allocates its cache after `release`, which it calls after reading; one that is
         awake resumes at once. Feature "ipc" only."""
         async with self._changing:
-            check_manifest(weights.manifest, self._layout)
+            check_manifest([weights], self._layout)
             await self._replace(partial(self._take, weights, number, release), policy_version)
             self._is_asleep = False
 
@@ -197,7 +197,7 @@ class WeightSync(RemoteServer[F]):
                 await self._post(routes.finish, routes.empty)
             await self._post(routes.start, routes.empty)
         with reported_as(ServerLostError, "its weight version is unknown", EngineError):
-            for bucket in manifest.buckets:
+            for bucket in manifest:
                 body = self._bucket_body(group, bucket)
                 await self._post(routes.receive, body, group.timeout_s + SLACK_S)
             await self._post(routes.finish, routes.empty, self._load_s)

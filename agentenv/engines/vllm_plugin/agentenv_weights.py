@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -134,7 +135,5 @@ def open_cuda(handle: list[Any], num_bytes: int, device: torch.device) -> torch.
 def part(memory: torch.Tensor, dtype_name: str, shape: list[int], offset: int) -> torch.Tensor:
     """A tensor in the memory."""
     dtype: torch.dtype = getattr(torch, dtype_name)
-    number = 1
-    for size in shape:
-        number *= size
-    return memory[offset : offset + number * dtype.itemsize].view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    return memory[offset : offset + size].view(dtype).view(shape)

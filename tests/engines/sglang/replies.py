@@ -9,9 +9,8 @@ from typing import Any
 
 from agentenv.base.types import Chunk, Completion, SamplingParams
 from agentenv.contract.request import ServerRequest
-from agentenv.engines.remote.base import sampled
 from agentenv.engines.sglang import SGLangServer
-from tests.engines.world import prompt
+from tests.engines.world import prompt, streamed
 
 Clients = Callable[..., SGLangServer]  # of the server of this name
 PROMPT = prompt(seed=1, size=40)
@@ -30,7 +29,7 @@ class Reply:
         self._news = asyncio.Event()
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0} | fields)
         request = ServerRequest(f"test-{next(IDS)}", prompt_ids, sampling)
-        self.task = asyncio.create_task(sampled(server, request, self._receive))
+        self.task = asyncio.create_task(streamed(server, request, self._receive))
 
     async def started(self, num_tokens: int) -> None:
         while len(self.token_ids) < num_tokens:

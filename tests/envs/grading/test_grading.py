@@ -31,8 +31,8 @@ pytestmark = pytest.mark.usefixtures("services")
 @pytest.mark.parametrize(("gold", "answer", "layer"), TABLES["layers"])
 async def test_a_right_answer_is_accepted_by_its_layer(gold: str, answer: str, layer: str) -> None:
     verdict = await Layered(math=False).verdict("?", answer, ["something else", gold])
-    assert (verdict.right, verdict.score, verdict.layer) == (True, 1.0, layer)
-    assert layer in verdict.reason
+    assert (verdict.right, verdict.score) == (True, 1.0)
+    assert verdict.reason.endswith(f"by {layer}")
 
 
 @pytest.mark.parametrize(("gold", "answer"), [
@@ -91,7 +91,8 @@ async def test_formulas_are_compared_by_math_verify() -> None:
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ -2 \end{pmatrix}", False),
     ):
         verdict = await grader.verdict("?", answer, [gold])
-        assert (verdict.right, verdict.layer) == (right, "math"), (gold, answer)
+        assert verdict.right == right, (gold, answer)
+        assert verdict.reason.endswith("by math" if right else "math-verify: not equal")
 
 
 def test_the_rules_leave_expressions_to_math_verify() -> None:
@@ -140,7 +141,7 @@ HOSTILE = [
 
 async def test_hostile_answers_are_wrong_and_block_no_other_answer() -> None:
     pytest.importorskip("math_verify")
-    matcher = Layered(limit_s=1.0)
+    matcher = Layered()
     await matcher.start()
     hostile = [asyncio.ensure_future(matcher.verdict("?", text, ["x + 5"])) for text in HOSTILE]
     assert (await matcher.verdict("?", "5 + x", ["x + 5"])).right

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import ConfigError, GraderError, InfraError
+from agentenv.base.retries import Backoff
 from agentenv.base.types import Limit, Message, Task
 from agentenv.contract.plan import Independent
 from agentenv.contract.request import ServerLostError
@@ -17,6 +18,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.envs.grading.judge import Judge
 from agentenv.envs.grading.keys import JudgeConfig
 from agentenv.envs.grading.reward import AnswerReward, check_grader
+from agentenv.text.chat_model import read_reply
 from tests.support.judge_server import Cut, JudgeServer, grader_of, judge_of
 from tests.support.warehouse import ROOT
 from tests.test_actor import make_actor, rollout
@@ -40,7 +42,8 @@ async def test_only_the_word_correct_or_incorrect_is_a_verdict(
     server.replies = [{"choices": [{"message": {"content": reply, "refusal": "no"}}]}]
     judge = judge_of(server)
     verdict = await judge.verdict("capital?", "the city of light", ["Paris"])
-    assert (verdict.right, verdict.score, verdict.layer) == (score == 1, score or 0.0, "judge")
+    assert (verdict.right, verdict.score) == (score == 1, score or 0.0)
+    assert "the judge" in verdict.reason
     parsed = {} if score is None else {"judge": score}
     assert verdict.parts == {**parsed, "judge_unparsed": float(score is None)}
     assert server.requests[0]["temperature"] == 0
@@ -90,7 +93,7 @@ async def test_a_retry_waits_for_the_retry_after_of_a_busy_server(
 
     server.replies, server.reply_headers = [429, 503, "CORRECT"], {"Retry-After": "7"}
     judge = judge_of(server, num_retries=2)
-    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 60.0)
+    monkeypatch.setattr("agentenv.base.retries.REQUESTS", Backoff(0.0, 60.0))
     monkeypatch.setattr("agentenv.base.retries.asyncio.sleep", sleep)
     assert (await judge.verdict("q", "a", ["g"])).right
     waits = [seconds for seconds in slept if seconds]
@@ -215,7 +218,7 @@ def test_an_episode_starts_once_a_judge_is_available(monkeypatch: pytest.MonkeyP
     async def reply(body: Any) -> Any:
         if asyncio.get_running_loop().time() < 60.0:
             raise ServerLostError("connection refused")
-        return {"choices": [{"message": {"content": "CORRECT"}}]}
+        return read_reply({"choices": [{"message": {"content": "CORRECT"}}]})
 
     monkeypatch.setattr(judge._model, "reply", reply)
     actor = make_actor(script=lambda *_: "<answer>3</answer>")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from agentenv.base.errors import AgentEnvError, ConfigError
+from agentenv.base.retries import Backoff
 from agentenv.base.tree import TrajectoryTree
 from agentenv.base.types import Limits, SamplingParams, Task
 from agentenv.contract.env import close_shared
@@ -458,7 +459,7 @@ def test_a_branch_with_a_killed_sandbox_is_replayed_in_a_fresh_one(
         return searches(prompt, rng)
 
     monkeypatch.setattr(Program, "start", recorded)
-    monkeypatch.setattr("agentenv.rollout.recovery.FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("agentenv.rollout.recovery.BACKOFF", Backoff(0.01, 20.0))
     tree = grown(program(), killing)
     (leaf,) = tree.leaves()
     assert leaf.end == "terminated", leaf.error

@@ -252,14 +252,20 @@ async def test_a_session_with_shared_resources_is_replayed(sandbox: Sandbox, nam
     assert await output_of(parent, "x") == "7"
 
 
+MOST_FORKS = 200
+
+
 async def run_beside_forks(sandbox: Sandbox, code: str) -> tuple[str, list[SandboxSession]]:
     """The output of a cell, and the forks of another session and of its own meanwhile and then."""
     session, other = sandbox.session(1), sandbox.session(2)
     await other.run("x = 1", 10)
-    running = asyncio.ensure_future(session.run(code, 10))
+    running = asyncio.ensure_future(session.run(code, 120))
     forks = [session, other]
     while not running.done():
-        forks.append(await other.fork())
+        if len(forks) < MOST_FORKS:
+            forks.append(await other.fork())
+        else:  # the machine is so busy that the cell gets little of it
+            await asyncio.wait([running])
     forks.append(await session.fork())
     assert sandbox.counters.num_live_forks == len(forks) - 2 >= 2
     return (await running).output, forks
@@ -299,7 +305,7 @@ granted, ctypes.get_errno()
     output, sessions = await run_beside_forks(sandbox, code)
     refused = f"(0, {errno.EPERM})"
     assert output == refused
-    assert (await sessions[-1].run(code, 10)).output == refused
+    assert (await sessions[-1].run(code, 120)).output == refused
     assert await output_of(sessions[2], "x") == "1"
 
 

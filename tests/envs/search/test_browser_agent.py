@@ -48,7 +48,9 @@ async def test_a_failing_model_server_fails_the_trajectory(site: Web) -> None:
     """The trajectory fails and is not counted as wrong."""
     site.reply = 500
     task = Task("t", "web", "When was Lima founded?", ("1535",))
-    async with begun(WebSearchEnv(task, search=site.browser(), num_retries=0), seed=1) as env:
+    failing = WebSearchEnv(task, search=site.browser())
+    failing.num_retries = 0
+    async with begun(failing, seed=1) as env:
         lima = ToolCall("search", {"query": "lima"})
         call = Message("assistant", "<search>lima</search>", (lima,))
         with pytest.raises(EnvError, match=r"search\.summarizer.*500"):

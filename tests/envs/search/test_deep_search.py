@@ -39,7 +39,8 @@ async def test_the_bonus_requires_both_tools() -> None:
 
 
 async def test_a_page_tool_and_the_released_reward_can_be_configured() -> None:
-    env = agentenv.make("agentenv/DeepSearch-v0", TASK, open_page=True, compat="reference")
+    grader = {"compat": "reference"}
+    env = agentenv.make("agentenv/DeepSearch-v0", TASK, open_page=True, grader=grader)
     _, info = await env.reset(seed=1)
     assert [schema["name"] for schema in info["tools"]] == ["search", "open_page", "python"]
     _, reward, *_ = await env.step(ANSWER)

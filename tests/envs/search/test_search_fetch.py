@@ -13,6 +13,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractResolver
 
 from agentenv.base.errors import ConfigError, InfraError, ToolError
+from agentenv.base.retries import Backoff
 from agentenv.envs.search.keys import FetchConfig
 from agentenv.envs.search.pages import AddressRule, PageFetcher, RefusedAddress
 from tests.envs.search_server import ONLY_127_0_0_1, PAGE, Handler, Names, Scripted, serving
@@ -235,7 +236,7 @@ async def test_a_shortage_of_the_own_machine_is_an_infra_error() -> None:
 
 async def test_pages_that_wait_for_a_retry_hold_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentenv.envs.search.pages.MAX_CONCURRENCY", 1)
-    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 60.0)
+    monkeypatch.setattr("agentenv.base.retries.REQUESTS", Backoff(60.0, 60.0))
     asked = asyncio.Event()
 
     async def busy(request: web.Request) -> web.Response:

@@ -90,7 +90,9 @@ async def test_a_failing_provider_fails_the_episode() -> None:
 
     async with serving(down) as url:
         backend = {"name": "web", "provider": "searxng", "url": url, "traffic": {"num_retries": 1}}
-        async with begun(WebSearchEnv(TASK, {"backend": backend}, num_retries=0), seed=1) as env:
+        failing = WebSearchEnv(TASK, {"backend": backend})
+        failing.num_retries = 0
+        async with begun(failing, seed=1) as env:
             with pytest.raises(EnvError, match=r"'search'.*503"):
                 await env.step(act("search", query="x"))
         await close_shared()

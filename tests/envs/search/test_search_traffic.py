@@ -10,6 +10,7 @@ from aiohttp import web
 
 from agentenv.base.errors import InfraError
 from agentenv.base.result_cache import ResultCache
+from agentenv.base.retries import Backoff
 from agentenv.envs.search.keys import TrafficConfig
 from agentenv.envs.search.upstream import HttpRequest, Reply, TokenBucket, Upstream
 from tests.envs.search_server import QUICK, Scripted, send, serving
@@ -174,8 +175,7 @@ async def test_a_repeatedly_failing_service_gets_a_break(monkeypatch: pytest.Mon
 
 @on_virtual_clock
 async def test_a_call_that_waits_for_a_retry_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentenv.base.retries.FIRST_DELAY_S", 20.0)
-    monkeypatch.setattr("agentenv.base.retries.MAX_DELAY_S", 30.0)
+    monkeypatch.setattr("agentenv.base.retries.REQUESTS", Backoff(20.0, 30.0))
     service = Service(up_at=1.5, config=TrafficConfig(max_concurrency=1, num_retries=1))
     first = asyncio.ensure_future(outcomes_of(service, 1))
     await asyncio.sleep(2)
