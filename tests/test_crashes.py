@@ -143,7 +143,8 @@ def test_a_bug_fails_its_rollouts_and_is_logged_once(
     actor = make_actor(limits=MANY)
     actor.make_env = make_env
     tree = rollout(actor, Independent(2))
-    assert len(tree.failures()) == 2 + MANY.max_failures == actor.failures.num
+    assert (number := len(tree.failures())) == 2 + MANY.max_failures
+    assert [line.partition(" x ")[0] for line in actor.failures.log.lines()] == [str(number)]
     assert {str(leaf.error).partition(":")[0] for leaf in tree.failures()} == {"CrashError"}
     told = [record for record in caplog.records if record.levelno == logging.ERROR]
     (record,) = told

@@ -48,6 +48,7 @@ OURS = {
     "training/loop/evaluations.py": "what was encoded before",
     "training/reports/recorder.py": "a process of ours",
     "assembly/reports/pictures.py": "a run directory",
+    "assembly/checks/memory.py": "a table of ours",
     "assembly/run/rundir.py": "a run directory",
     "assembly/run/lock.py": "the holder of a run directory",
     "assembly/run/kept.py": "a run directory",

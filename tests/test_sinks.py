@@ -35,7 +35,8 @@ SINKS = {
     "envs/sandbox/cells.py": "in the sandbox: the output of a call, which env.check_step cleans",
     "envs/sandbox/program_init.py": "in the sandbox of a program, likewise",
     **dict.fromkeys(("launchers/__main__.py", "launchers/ctl.py", "launchers/doctor.py"), JSON),
-    **dict.fromkeys(("lab/diagnosis/audit.py", "assembly/keys/help.py"), JSON),
+    **dict.fromkeys(("lab/diagnosis/audit.py", "lab/diagnosis/signs.py"), JSON),
+    "assembly/keys/help.py": JSON,
 }
 SEALS = re.compile(r"seal_output\(\)|worker_process import main")
 UNSEALED = {"agentenv/processes/guard.py", "agentenv/processes/worker_pool.py"}

@@ -169,7 +169,7 @@ def test_demonstrations_end_with_a_token_at_which_engines_stop(model: Model) -> 
     one, two, three = ids_of(model)
     tokenizer = model.set(generation=[one, two], tokenizer=TEXT_END)
     learned = encoder(model, tokenizer)
-    assert learned.end_id == one
+    assert learned.renderer.end_id == one
     plain = learned.encode(dialogue("<answer>5</answer>"))
     assert plain.token_ids[-1] == one
     assert plain.token_ids.tolist().count(one) == 1

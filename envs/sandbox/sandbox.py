@@ -378,10 +378,12 @@ class Sandbox:
             if rung != "unsafe" and (escape := await find_escape(zygote)):
                 raise ConfigError(f"its self-test failed: {escape}")
         except BaseException as error:
-            await zygote.stop()
-            if isinstance(error, InfraError) and self.rung is None:
+            try:
+                if not isinstance(error, InfraError) or self.rung is not None:
+                    raise  # a sandbox that has worked on this machine: a passing trouble
                 raise ConfigError(str(error)) from error
-            raise  # an InfraError: a passing trouble of a sandbox that has worked on this machine
+            finally:
+                await zygote.stop()
         return zygote
 
 

@@ -98,7 +98,7 @@ SIGNS: Mapping[Sign, Callable[[TrajectoryTree, Node], float]] = {
 }
 
 
-class Turn(NamedTuple):
+class SignedTurn(NamedTuple):
     """A turn: its tree, kind of task, stratum of comparison, whether it is lost, its signs."""
 
     tree: int
@@ -110,7 +110,7 @@ class Turn(NamedTuple):
 
 def turns(
     trees: Iterable[TrajectoryTree], *, siblings: bool = False, inner: bool = False
-) -> Iterator[Turn]:
+) -> Iterator[SignedTurn]:
     """Of all paths that ended. `siblings`: a stratum is the turns after one tool result; `inner`:
     without the last turns of paths, whose outcome is their own."""
     for number, tree in enumerate(trees):
@@ -123,7 +123,7 @@ def turns(
             if node.action_ids and not (inner and node.end is not None):
                 kind, place = tree.task.kind, f"{number} {node.parent}" if siblings else f"{depth}"
                 values = tuple(sign(tree, node) for sign in SIGNS.values())
-                yield Turn(number, kind, f"{kind} {place}", not won, values)
+                yield SignedTurn(number, kind, f"{kind} {place}", not won, values)
 
 
 # Figures.
@@ -174,7 +174,7 @@ def interval(
 Auc = tuple[float | None, float | None, float | None]  # and its interval
 
 
-class Figures(msgspec.Struct, frozen=True):
+class SignFigures(msgspec.Struct, frozen=True):
     """Of the turns of a kind of task; `auc`: by sign, with its interval, None where all turns have
     one outcome."""
 
@@ -184,7 +184,7 @@ class Figures(msgspec.Struct, frozen=True):
     auc: dict[Sign, Auc]
 
 
-def figures(kind: str, found: Sequence[Turn]) -> Figures:
+def figures(kind: str, found: Sequence[SignedTurn]) -> SignFigures:
     values = np.array([one.signs for one in found], float)
     lost = np.array([one.is_lost for one in found], float)
     strata = np.unique([one.stratum for one in found], return_inverse=True)[1]
@@ -197,7 +197,7 @@ def figures(kind: str, found: Sequence[Turn]) -> Figures:
         every = of_drawn(np.arange(len(found))), *interval(trees, of_drawn)
         value, low, high = (None if math.isnan(one) else float(one) for one in every)
         by_sign[sign] = value, low, high
-    return Figures(kind, len(found), float(lost.mean()), by_sign)
+    return SignFigures(kind, len(found), float(lost.mean()), by_sign)
 
 
 # The command.
@@ -250,7 +250,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
     return 0
 
 
-def table(every: Sequence[Figures]) -> Table:
+def table(every: Sequence[SignFigures]) -> Table:
     """AUC by kind of task and sign."""
     rows = list[list[str]]()
     for one in every:

@@ -109,5 +109,7 @@ def test_importing_envs_imports_no_environment() -> None:
     assert envs.__file__ is not None
     text = Path(envs.__file__).read_text()
     assert [line for line in text.splitlines() if "import" in line.split()] == [
-        "from agentenv.contract.env_registry import register"
+        "import tomllib",
+        "from agentenv.base.installation import CLONE",
+        "from agentenv.contract.env_registry import ENTRY_POINT_GROUP, register",
     ]
