@@ -12,6 +12,7 @@ import argparse
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 WINDOW = 20  # first tokens of a turn, of its entropy
 NUM_DRAWS = 200  # of trees, for an interval
-Sign = Literal["surprise", "lowest", "entropy", "error", "repeat", "length", "others"]
+Sign = Literal["surprise", "lowest", "entropy", "error", "repeat", "length"]
 Floats = NDArray[np.float64]
 
 
@@ -77,16 +78,6 @@ def length(tree: TrajectoryTree, node: Node) -> float:
     return float(len(node.action_ids))
 
 
-def others(tree: TrajectoryTree, node: Node) -> float:
-    """A forecast: the failed share of the tree's trajectories that do not contain the turn."""
-    rest = [
-        not path.success
-        for path in tree.trajectories()
-        if all(one is not node for one in path.path)
-    ]
-    return fmean(rest or [0.5])
-
-
 SIGNS: Mapping[Sign, Callable[[TrajectoryTree, Node], float]] = {
     "surprise": surprise,
     "lowest": lowest,
@@ -94,8 +85,9 @@ SIGNS: Mapping[Sign, Callable[[TrajectoryTree, Node], float]] = {
     "error": error,
     "repeat": repeat,
     "length": length,
-    "others": others,
 }
+# and a forecast: the failed share of the tree's trajectories that do not contain the turn
+NAMES = (*SIGNS, "others")
 
 
 class SignedTurn(NamedTuple):
@@ -114,16 +106,22 @@ def turns(
     """Of all paths that ended. `siblings`: a stratum is the turns after one tool result; `inner`:
     without the last turns of paths, whose outcome is their own."""
     for number, tree in enumerate(trees):
-        found: dict[int, tuple[int, Node, bool]] = {}  # by index: depth, node, success below
-        for path in tree.trajectories():
+        found: dict[int, tuple[int, Node]] = {}  # by index: depth, node
+        below, won = Counter[int](), Counter[int]()  # trajectories below it, successful ones
+        paths = [*tree.trajectories()]
+        num_won = sum(path.success for path in paths)
+        for path in paths:
             for depth, node in enumerate(path.turns):
-                won = path.success or (node.index in found and found[node.index][2])
-                found[node.index] = depth, node, won
-        for depth, node, won in found.values():
+                found[node.index] = depth, node
+                below[node.index] += 1
+                won[node.index] += path.success
+        for index, (depth, node) in found.items():
             if node.action_ids and not (inner and node.end is not None):
+                rest = len(paths) - below[index]
+                others = 1 - (num_won - won[index]) / rest if rest else 0.5
                 kind, place = tree.task.kind, f"{number} {node.parent}" if siblings else f"{depth}"
-                values = tuple(sign(tree, node) for sign in SIGNS.values())
-                yield SignedTurn(number, kind, f"{kind} {place}", not won, values)
+                values = (*(sign(tree, node) for sign in SIGNS.values()), others)
+                yield SignedTurn(number, kind, f"{kind} {place}", not won[index], values)
 
 
 # Figures.
@@ -181,15 +179,15 @@ class SignFigures(msgspec.Struct, frozen=True):
     kind: str
     turns: int
     lost: float
-    auc: dict[Sign, Auc]
+    auc: dict[str, Auc]
 
 
 def figures(kind: str, found: Sequence[SignedTurn]) -> SignFigures:
     values = np.array([one.signs for one in found], float)
     lost = np.array([one.is_lost for one in found], float)
     strata = np.unique([one.stratum for one in found], return_inverse=True)[1]
-    trees, by_sign = [one.tree for one in found], dict[Sign, Auc]()
-    for number, sign in enumerate(SIGNS):
+    trees, by_sign = [one.tree for one in found], dict[str, Auc]()
+    for number, sign in enumerate(NAMES):
 
         def of_drawn(drawn: NDArray[np.int64], own: Floats = values[:, number]) -> float:
             return auc_within(own[drawn], lost[drawn], strata[drawn])
@@ -263,6 +261,6 @@ def table(every: Sequence[SignFigures]) -> Table:
         title="Signs of lost turns, within kind of task and depth",
         columns=["kind", "turns", "lost", "sign", "AUC", "95 %"],
         rows=rows,
-        sections=[place for place in range(0, len(rows), len(SIGNS)) if place],
+        sections=[place for place in range(0, len(rows), len(NAMES)) if place],
         left=[0, 3],
     )

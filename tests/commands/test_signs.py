@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentenv.lab.diagnosis.signs import SIGNS, auc_within, figures, interval, turns
+from agentenv.lab.diagnosis.signs import NAMES, auc_within, figures, interval, turns
 from agentenv.launchers import doctor
 from tests.support.example_tree import example_tree
 
@@ -37,10 +37,10 @@ def test_turns_of_failed_rollouts_have_no_outcome_and_shared_ones_the_best_below
     assert [one.is_lost for one in turns([tree])] == [False, False, True, True, True]
     assert len(found) == 5
     assert {one.stratum for one in found.values()} == {"nuts 0", "nuts 1", "nuts 2"}
-    wrong_call = [one for one in found.values() if one.signs[[*SIGNS].index("error")]]
+    wrong_call = [one for one in found.values() if one.signs[NAMES.index("error")]]
     assert [one.is_lost for one in wrong_call] == [True]
     won = next(one for one in found.values() if one.stratum == "nuts 1" and not one.is_lost)
-    assert won.signs[[*SIGNS].index("others")] == 1.0  # the two other trajectories failed
+    assert won.signs[NAMES.index("others")] == 1.0  # the two other trajectories failed
     assert len([*turns([tree], inner=True)]) == 2
     assert figures("nuts", [*turns([tree], siblings=True)]).auc["error"][0] == 1.0
 
@@ -62,7 +62,7 @@ def test_the_command_reads_the_trees_of_a_run(
     assert doctor.main(["signs", str(finished), "--json", "--last", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found[0]["turns"] > 0
-    assert set(found[0]["auc"]) == set(SIGNS)
+    assert set(found[0]["auc"]) == set(NAMES)
 
 
 @pytest.mark.parametrize(
