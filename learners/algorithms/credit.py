@@ -72,6 +72,7 @@ class TreeCredit:
     advantages: Floats
     dense: Mapping[int, Floats] = field(default_factory=dict)
     taught: Mapping[int, Taught] = field(default_factory=dict)  # by node
+    teacher: Mapping[int, Floats] = field(default_factory=dict)  # by node, log-probs, to be shown
     awaits_teacher: bool = False  # dense advantages are added before the update
 
     @property

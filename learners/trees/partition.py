@@ -297,7 +297,9 @@ def write_back(
                 _scattered(row[start:stop], is_trained) if known else array("f")
                 for row, known in zip(values, is_reported, strict=True)
             )
-            tree.scored[node.index] = Scored(before, first, exact if one.entropies else array("f"))
+            taught = array("f", credit.teacher.get(node.index, ()))
+            own = exact if one.entropies else array("f")
+            tree.scored[node.index] = Scored(before, first, own, taught)
             if is_reported[0] and not one.entropies:
                 node.entropies = exact
 

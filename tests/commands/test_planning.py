@@ -272,6 +272,8 @@ def test_a_reference_policy_is_another_copy_and_loading_holds_one_weight() -> No
     )
     assert one.host_bytes == 4 * shape.embedding < 4e9  # the largest weight, in float32
     assert two.gpu_bytes - one.gpu_bytes == 2 * shape.num_params
+    taught = memory.learner_memory(shape, plain, 8192, teacher=memory.KNOWN["Qwen2.5-3B"])
+    assert taught.gpu_bytes - one.gpu_bytes == 2 * memory.KNOWN["Qwen2.5-3B"].num_params
 
 
 def test_room_for_keys_and_values() -> None:

@@ -74,6 +74,9 @@ def test_the_gap_of_a_run_is_that_of_both_models(
         for index, scores in sums_of(model, kept.tree).items()
         for gap in scores - np.array(kept.tree.nodes[index].logprobs)
     ]
+    for kept in step.trees():
+        for index, scores in sums_of(model, kept.tree).items():
+            assert kept.tree.scored[index].teacher.tolist() == pytest.approx(scores, abs=1e-4)
     row = next(one for one in rows_of(run) if "teacher/gap" in one)
     assert row["teacher/gap"] == pytest.approx(np.mean(gaps), abs=1e-4)
     assert row["learner/num_equal_groups"] == 0

@@ -291,6 +291,10 @@ async def check_guided(server: Server, world: World, version: int) -> None:
     expected = [row[token] for row, token in zip(rows, done.token_ids, strict=True)]
     assert plain == pytest.approx(expected, abs=1e-3)
     assert all(own > one for own, one in zip(done.logprobs, plain, strict=True))
+    likeliest = await server.scored([*ids, *done.token_ids], len(ids), 3)
+    for row, found, token in zip(rows, likeliest, done.token_ids, strict=True):
+        assert found == pytest.approx({one: row[one] for one in found}, abs=1e-3)
+        assert {token} | set(sorted(range(len(row)), key=row.__getitem__)[-3:]) == found.keys()
 
 
 async def check_changed_logprobs(engine: Engine, world: World, version: int) -> None:

@@ -207,8 +207,8 @@ class Teaching:
                     dense[index] = dense.get(index, 0.0) + self.advantages(gap)
                 signs = np.sign(credit.adv_pos[index] + credit.adv_neg[index]) * np.sign(gap)
                 parts.append(np.stack([gap, signs]))
-            found = replace(credit, dense=dense, taught=own.likeliest, awaits_teacher=False)
-            taught.append((tree, found))
+            own_credit = {"dense": dense, "taught": own.likeliest, "teacher": own.sampled}
+            taught.append((tree, replace(credit, **own_credit, awaits_teacher=False)))
         gap, signs = np.concatenate([np.zeros((2, 0)), *parts], axis=1)
         gap, signs = gap[~np.isnan(gap)], signs[~np.isnan(signs) & (signs != 0)]
         metrics = {"teacher/wall_s": perf_counter() - began_s, **self.scorer.figures}
