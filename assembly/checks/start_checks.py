@@ -275,9 +275,9 @@ async def teacher(assembly: Assembly[TrainConfig]) -> None:
         load_function(hint, "algorithm.hint")
     elif hint not in ("", "sibling", "gold"):
         raise ConfigError(f"algorithm.hint = {hint!r}: expected sibling, gold or module:function")
-    if top_k and (role is None or role.engine == "learner" or config.learner.context_parallel > 1):
+    if top_k and (config.sampling.is_truncated or config.learner.context_parallel > 1):
         raise ConfigError(
-            f"algorithm.teach_top_k = {top_k} needs a teacher behind a server, and "
+            f"algorithm.teach_top_k = {top_k} needs sampling from the whole vocabulary, and "
             "learner.context_parallel = 1; remove it: each sampled token is compared then"
         )
     if role is None or role.engine == "learner":

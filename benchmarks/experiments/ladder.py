@@ -33,6 +33,7 @@ MASTERED, UNLEARNED = 0.97, 0.5  # chance of the right move after the cold start
 NUMBERS = {"train": range(60), "heldout": range(60, 100)}
 DEMONSTRATIONS = 4000
 TOP = "top"
+TOLD, TOLD_STEPS = "-told", 600  # of the cold start, which also learns to repeat an attempt
 LIMITS = {"max_prompt_tokens": 32, "max_turn_tokens": 8, "max_tool_result_tokens": 8}
 
 register("bench/Ladder-v0", "benchmarks.experiments.ladder:LadderEnv")
@@ -97,9 +98,13 @@ def unlearned(profile: str, rungs: int) -> set[int]:
 
 def configure(raw: dict[str, Any], name: str) -> dict[str, Any]:
     """The quick start's configuration with the task `name`, as `late-8`."""
-    rungs = int(name.rpartition("-")[2])
+    rungs = int(name.split("-")[1])
     stage = {"rows": "habits", "num_steps": 250, "batch_size": 16, "lr_scale": [0.5, 0.05]}
+    if name.endswith(TOLD):
+        stage["num_steps"] = TOLD_STEPS
     limits = {"max_response_tokens": 16 * rungs + 16, "max_turns": rungs + 1}
+    if name.endswith(TOLD):
+        limits["max_tool_result_tokens"] = 32  # the question is read again
     sft = raw["sft"] | {"gate_threshold": 0.0}  # moves are drawn: nothing has to match
     return raw | {
         "run": {"setup": f"benchmarks.experiments.ladder:prepare_{name.replace('-', '_')}"},
@@ -111,13 +116,13 @@ def configure(raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 def __getattr__(name: str) -> Any:
     """`prepare_PROFILE_RUNGS`: writes data and an untrained model into the folder of a run."""
-    if (found := re.fullmatch(rf"prepare_({'|'.join(PROFILES)})_(\d+)", name)) is None:
+    if (found := re.fullmatch(rf"prepare_({'|'.join(PROFILES)})_(\d+)(_told)?", name)) is None:
         raise AttributeError(name)
-    profile, rungs = found[1], int(found[2])
-    return lambda run, seed: prepare(run, seed, profile, rungs)
+    profile, rungs, is_told = found[1], int(found[2]), bool(found[3])
+    return lambda run, seed: prepare(run, seed, profile, rungs, is_told=is_told)
 
 
-def prepare(run: Path, seed: int, profile: str, rungs: int) -> str:
+def prepare(run: Path, seed: int, profile: str, rungs: int, *, is_told: bool = False) -> str:
     rng = Random(f"ladder {profile} {rungs} {seed}")
     right = {kind: rng.choices(MOVES, k=rungs) for kind in KINDS}
     data = run / "data"
@@ -131,7 +136,8 @@ def prepare(run: Path, seed: int, profile: str, rungs: int) -> str:
         write_rows(data / f"{part}.jsonl", rows)
     hard = unlearned(profile, rungs)
     demonstrations = [demonstration(rng, right, hard) for _ in range(DEMONSTRATIONS)]
-    write_rows(data / "sft.jsonl", demonstrations)
+    told = [told_again(row) for row in demonstrations] if is_told else []
+    write_rows(data / "sft.jsonl", demonstrations + told)
     write_rows(data / "gate.jsonl", [demonstration(rng, right, hard) for _ in range(8)])
     texts = [
         text
@@ -143,6 +149,16 @@ def prepare(run: Path, seed: int, profile: str, rungs: int) -> str:
     words = (*KINDS, *MOVES, TOP, *ask("red", 0).split())
     tiny_model(run / "model", texts, seed, tools=["step"], words=words)
     return f"Ladders of {rungs} rungs; the {profile} ones are unlearned."
+
+
+def told_again(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The demonstration twice, so that the policy learns to repeat an attempt that it reads."""
+    messages = [{"role": "user", "content": row["question"]}]
+    for turn in row["turns"]:
+        messages.append({"role": "assistant", "content": turn["action"]})
+        if turn["result"] is not None:
+            messages.append({"role": "tool", "content": turn["result"]})
+    return {"stage": row["stage"], "kind": row["kind"], "messages": messages * 2}
 
 
 def ask(kind: str, number: int) -> str:

@@ -156,8 +156,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     teach_top_k: Annotated[
         int,
         about(
-            "ids of each token that a teacher behind a server compares with the policy; 0: the "
-            "sampled one",
+            "likeliest ids of the teacher at each token, whose KL is the loss; 0: its log-prob of "
+            "the sampled one",
             ge=0,
             le=20,
         ),

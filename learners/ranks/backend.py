@@ -55,7 +55,7 @@ class RankBackend:
         self.reset_optimizer(config)
 
     def forward(
-        self, batch: MicroBatch, other: nn.Module | None = None, others: Tensor | None = None
+        self, batch: MicroBatch, other: nn.Module | None = None, others: Tensor | int | None = None
     ) -> tuple[Tensor, ...]:
         """See `Policy.forward`; with `other`, of that policy."""
         for dropout in self.dropouts:

@@ -183,7 +183,7 @@ class DeepSpeedLearner:
         return replies[0][1].metrics
 
     async def score(
-        self, sequences: Sequence[EncodedTree], *, by_teacher: bool = False
+        self, sequences: Sequence[EncodedTree], *, by_teacher: bool = False, top_k: int = 0
     ) -> list[Score]:
         """Log-probs of given sequences or trees under the current weights, or by the teacher;
         trains nothing."""
@@ -192,7 +192,7 @@ class DeepSpeedLearner:
         scores = {
             place: score
             for shard, reply in await self._spread(
-                sequences, lambda own: wire.ScoreSequences(own, by_teacher)
+                sequences, lambda own: wire.ScoreSequences(own, by_teacher, top_k)
             )
             for place, score in zip(shard, reply.scores, strict=True)
         }

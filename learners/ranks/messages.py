@@ -174,10 +174,12 @@ class Prefer(RankCommand[RankMetrics]):
 
 
 class ScoreSequences(RankCommand[RankScores]):
-    """Log-probs of sequences under the current weights, or those of the teacher."""
+    """Log-probs of sequences under the current weights, or those of the teacher; of each token's
+    `top_k` likeliest ids, too."""
 
     sequences: list[EncodedTree]
     by_teacher: bool = False
+    top_k: int = 0
 
 
 class ResetOptimizer(RankCommand[RankDone]):

@@ -191,7 +191,7 @@ COMMANDS: dict[type[wire.RankCommand[Any]], Callable[[Rank, Any], Any]] = {
         prefer(rank.trainer, it.pairs, it.beta, it.lr_scale)
     ),
     wire.ScoreSequences: lambda rank, it: wire.RankScores(
-        rank.trainer.score(it.sequences, rank.teacher if it.by_teacher else None)
+        rank.trainer.score(it.sequences, rank.teacher if it.by_teacher else None, it.top_k)
     ),
     wire.ResetOptimizer: Rank.reset_optimizer,
     wire.Sleep: Rank.sleep,

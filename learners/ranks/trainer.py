@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -138,24 +139,28 @@ class Trainer:
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
 
     def score(
-        self, sequences: Sequence[EncodedTree], other: nn.Module | None = None
+        self, sequences: Sequence[EncodedTree], other: nn.Module | None = None, top_k: int = 0
     ) -> list[Score]:
         """The scores of each sequence's predicted tokens, in order; with `other`, by that
         policy."""
-        parts = (by_tree(sequences, values) for values in self.figures(sequences, other))
+        parts = (by_tree(sequences, values) for values in self.figures(sequences, other, top_k))
         return [Score(*(part.tolist() for part in one)) for one in zip(*parts, strict=True)]
 
     @torch.no_grad()
     def figures(
-        self, trees: Sequence[EncodedTree], other: nn.Module | None = None
-    ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+        self, trees: Sequence[EncodedTree], other: nn.Module | None = None, top_k: int = 0
+    ) -> tuple[NDArray[Any], ...]:
         """Log-probs, entropies (nats) and arg-max matches of all trained tokens, in the order of
-        `ActionTokens`, under the backend's current weights, or by another policy."""
+        `ActionTokens`, under the backend's current weights, or by another policy; with `top_k` the
+        log-probs of the likeliest ids, and these, [top_k, tokens]."""
         count = sum(tree.num_action_tokens for tree in trees)
         found = np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)
+        if top_k:
+            found += np.zeros((top_k, count)), np.zeros((top_k, count), np.int64)
         for batch in self.backend.passes(self.layouts.pack(trees)):
-            for array, values in zip(found, self.backend.forward(batch, other), strict=True):
-                array[batch.index] = values.cpu().numpy()
+            figures = self.backend.forward(batch, other, top_k or None)
+            for array, values in zip(found, figures, strict=True):
+                array[..., batch.index] = values.cpu().numpy().T
         return found
 
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
@@ -210,7 +215,7 @@ class Trainer:
                 others = torch.from_numpy(known.ids[batch.index]).to(self.backend.device)
             logprobs, entropies, _, *taught = self.backend.forward(batch, others=others)
             minibatch.record(batch.index, logprobs, entropies)
-            loss_batch = minibatch.loss_batch(batch.index, logprobs, terms, *taught)
+            loss_batch = minibatch.loss_batch(batch.index, logprobs, terms, *taught[:1])
             loss, metrics = called(self.algorithm.loss, loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
             counts = {"num_computed_tokens": float(len(batch.token_ids))}

@@ -102,11 +102,11 @@ class LogprobHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: Tensor | None = None,
         kept: Tensor | None = None,
-        others: Tensor | None = None,
+        others: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """The product, which the model shapes; with targets log-probs, entropies and likeliest
-        ids of the shaped logits, each [tokens], and with `others` (int64 [tokens, k]) the log-probs
-        of these ids.
+        ids of the shaped logits, each [tokens], and with `others` (int64 [tokens, k], or k for the
+        likeliest) the log-probs of these ids, and the ids.
 
         hidden: [tokens, width], targets: int64 [tokens], temperature: [tokens] (None: 1), which
         divides the shaped logits, kept: see MicroBatch. Log-probs and entropies (nats) are at
@@ -119,15 +119,19 @@ class LogprobHead(nn.Linear):
         )
         if others is None:
             return figures
-        ids = torch.cat([targets[:, None], others], 1)
         wide = figures[0].dtype
+        if isinstance(others, int):
+            parts = hidden.split(chunk_tokens(self.weight, wide))
+            rows = (self.shape.apply_(_logits(one, self.weight, self.bias, wide)) for one in parts)
+            others = torch.cat([row.topk(others).indices for row in rows])
+        ids = torch.cat([targets[:, None], others], 1)
         logits = torch.einsum("tkw,tw->tk", self.weight[ids].to(wide), hidden.to(wide))
         if self.bias is not None:
             logits = logits + self.bias[ids]
         logits = self.shape.apply(logits)
         if temperature is not None:
             logits = logits / temperature[:, None]
-        return *figures, figures[0][:, None] + logits[:, 1:] - logits[:, :1]
+        return *figures, figures[0][:, None] + logits[:, 1:] - logits[:, :1], others
 
 
 class SelectedLogprobs(torch.autograd.Function):
@@ -337,10 +341,10 @@ class Policy(nn.Module):
         targets: Tensor,
         temperature: Tensor | None = None,
         kept: Tensor | None = None,
-        others: Tensor | None = None,
+        others: Tensor | int | None = None,
     ) -> tuple[Tensor, ...]:
         """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens]; with
-        `others`, also the log-probs of these ids, [tokens, k].
+        `others`, ids or their number, also their log-probs and the ids, each [tokens, k].
 
         Shapes as in MicroBatch. In a context group, the arguments except the layout are this
         rank's, the results those of the whole micro-batch.

@@ -57,13 +57,13 @@ def sums_of(model: Any, tree: TrajectoryTree) -> dict[int, np.ndarray]:
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("algorithm", ["distill", "grpo"])
+@pytest.mark.parametrize(("algorithm", "top_k"), [("distill", 0), ("distill", 3), ("grpo", 0)])
 def test_the_gap_of_a_run_is_that_of_both_models(
-    warehouse: Path, teacher: Path, algorithm: str
+    warehouse: Path, teacher: Path, algorithm: str, top_k: int
 ) -> None:
     """Of equal returns too, which a teacher makes worth training."""
-    name = f"taught-{algorithm}"
-    keys = [f"algorithm={{name='{algorithm}', group_size=2, teach=0.5}}"]
+    name = f"taught-{algorithm}-{top_k}"
+    keys = [f"algorithm={{name='{algorithm}', group_size=2, teach=0.5, teach_top_k={top_k}}}"]
     keys += [f"roles.teacher.model={teacher}", "roles.teacher.engine=learner", f"run.name={name}"]
     assert train.main([str(warehouse), *SMALL, *keys]) == 0
     run, model = warehouse.parent / "runs" / name, AutoModelForCausalLM.from_pretrained(teacher)
@@ -160,9 +160,9 @@ BAD = {
         "another tokenizer",
     ),
     "top k": (
-        ["algorithm={name='distill', teach_top_k=5}",
+        ["algorithm={name='distill', teach_top_k=5}", "sampling.train.top_k=20",
          "roles.teacher={model='{teacher}', engine='learner'}"],
-        "a teacher behind a server",
+        "sampling from the whole vocabulary",
     ),
     "temperature": (
         ["algorithm.teach=1", "roles.teacher.model={teacher}", "sampling.train.temperature=0.9"],

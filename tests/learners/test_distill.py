@@ -66,12 +66,15 @@ def test_other_ids_have_their_log_probs_and_gradients(
     hidden = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     targets, others = torch.tensor([0, 3, 6]), torch.tensor([[1, 0], [3, 5], [2, 4]])
     head = LogprobHead.of(linear, shape)
-    *_, found = head(hidden, targets, temperature, None, others)
+    *_, found, _ = head(hidden, targets, temperature, None, others)
     logits = shape.apply(linear(hidden))
     if temperature is not None:
         logits = logits / temperature[:, None]
     expected = logits.log_softmax(-1).gather(-1, others)
     torch.testing.assert_close(found, expected)
+    *_, best, ids = head(hidden, targets, temperature, None, 3)
+    for own, wanted in zip((best, ids), logits.log_softmax(-1).topk(3), strict=True):
+        torch.testing.assert_close(own, wanted)
     weights = torch.randn(3, 2, dtype=torch.float64)
     inputs = hidden, linear.weight, linear.bias
     gradients = torch.autograd.grad((found * weights).sum(), inputs, retain_graph=True)

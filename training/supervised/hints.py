@@ -4,10 +4,10 @@
     policy read     prefix, observation,                    turns of the failed trajectory
 
 A hint belongs to a place of a failed trajectory: a node whose observation it follows, and which is
-repeated after it. `sibling` is the rest of a successful trajectory from the place where both part:
-the siblings of a fork share the exact prefix, so that the hint begins at the turn that differs.
-`gold` is the answer of the row, after the prompt. Only turns after the place are scored (SDPO,
-arXiv 2601.20802, hints whole prompts; SDAR, arXiv 2605.15155, adds a gate).
+repeated after it. `sibling` is the rest of the best trajectory of the tree from the place where
+both part: the siblings of a fork share the exact prefix, so that the hint begins at the turn that
+differs. `gold` is the answer of the row, after the prompt. Only turns after the place are scored
+(SDPO, arXiv 2601.20802, hints whole prompts; SDAR, arXiv 2605.15155, adds a gate).
 
 The tokens of a hint are in no tree: they are in the sequences that the learner scores, and nowhere
 else.
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from agentenv.base.crashes import called
 from agentenv.base.registry import loaded
 from agentenv.base.tree import Node, Trajectory, TrajectoryTree
+from agentenv.learners.trees.encoded_tree import trained
 
 Encode = Callable[[str], Sequence[int]]
 MATCH = 3  # tokens of a trained token and those before it, that a hint has too: a copy
@@ -51,16 +52,16 @@ class HintedPath(NamedTuple):
 
 
 def sibling(tree: TrajectoryTree, failed: Trajectory) -> Hint | None:
-    """The successful trajectory that shares the longest part with the failed one, from there on."""
-    known = {node.index for node in failed.path}
-    best: tuple[int, list[Node]] | None = None
+    """Of the trajectories with the highest return, which is above the failed one's, that which
+    shares the longest part with it, from there on."""
+    known, best = {node.index for node in failed.path}, (failed.reward, 0, failed.path)
     for other in tree.trajectories():
         shared = sum(node.index in known for node in other.path)
-        if other.success and shared and (best is None or shared > best[0]):
-            best = shared, other.path
-    if best is None:
+        if shared and other.reward > failed.reward:
+            best = max(best, (other.reward, shared, other.path), key=lambda one: one[:2])
+    _, shared, path = best
+    if path is failed.path:
         return None
-    shared, path = best
     rest = [one for node in path[shared:] for one in (*node.action_ids, *node.observation_ids)]
     return Hint(path[shared - 1], rest)
 
@@ -69,7 +70,7 @@ def gold(encode: Encode) -> Builder:
     """The row's answer, after the prompt."""
 
     def build(tree: TrajectoryTree, failed: Trajectory) -> Hint | None:
-        answers = tree.task.answers
+        answers = () if failed.success else tree.task.answers
         return Hint(failed.path[0], encode(f" The answer is {answers[0]}. ")) if answers else None
 
     return build
@@ -79,7 +80,7 @@ def own(function: Any, encode: Encode) -> Builder:
     """A user's function of the tree and a failed trajectory: text after the prompt, or None."""
 
     def build(tree: TrajectoryTree, failed: Trajectory) -> Hint | None:
-        text = called(function, tree, failed)
+        text = None if failed.success else called(function, tree, failed)
         return Hint(failed.path[0], encode(text)) if text else None
 
     return build
@@ -98,10 +99,10 @@ def builder(name: str, tokenizer: Any) -> Builder:
 
 
 def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:
-    """Every failed trajectory that has a hint; a shared turn is scored in the first one."""
+    """Every trajectory that has a hint; a shared turn is scored in the first one."""
     found, seen = [], set[int]()
     for path in tree.trajectories():
-        hint = None if path.success else build(tree, path)
+        hint = build(tree, path)
         if hint is None or not hint.ids:
             continue
         place = next(n for n, node in enumerate(path.path) if node is hint.place)
@@ -114,7 +115,8 @@ def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:
             is_new = node.index not in seen
             seen.add(node.index)
             nodes += [node] if is_new and node.action_ids else []
-            mask += [is_new] * len(node.action_ids) + [False] * len(node.observation_ids)
+            mask += [is_new and one for one in trained(node).tolist()]
+            mask += [False] * len(node.observation_ids)
             ids += [*node.action_ids, *node.observation_ids]
         if nodes:
             found.append(HintedPath(ids, mask, nodes, hint.ids))

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +36,7 @@ from agentenv.engines.remote.base import RemoteServer
 from agentenv.engines.sglang import SGLangServer
 from agentenv.engines.vllm import VLLMServer
 from agentenv.learners.algorithms.credit import CreditedTree, Floats, Taught, TreeCredit
-from agentenv.learners.keys import Metrics
+from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.trees.encoded_tree import encode, encode_sequence, encoded_nodes, trained
 from agentenv.training.loop.parts import Parts
@@ -56,6 +55,20 @@ class Scores(NamedTuple):
     sampled: dict[int, Floats]
     likeliest: dict[int, Taught]
 
+    def add(self, nodes: Sequence[Node], score: Score) -> None:
+        """Those of the trained tokens of these nodes, in their order."""
+        logprobs, stop = np.array(score.logprobs), 0
+        best, ids = (np.array(one).T for one in (score.top_logprobs, score.top_ids))
+        for node in nodes:
+            is_trained = trained(node)
+            start, stop = stop, stop + int(is_trained.sum())
+            self.sampled[node.index] = values = np.full(len(is_trained), np.nan)
+            values[is_trained] = logprobs[start:stop]
+            if len(ids):
+                self.likeliest[node.index] = own = Taught.unknown(len(is_trained), ids.shape[1])
+                own.ids[is_trained] = ids[start:stop]
+                own.logprobs[is_trained] = best[start:stop]
+
 
 class Scorer(Protocol):
     """A teacher. `figures`: metrics of the last trees."""
@@ -67,24 +80,19 @@ class Scorer(Protocol):
 
 
 class OnRanks:
-    """A model on the learner's ranks."""
+    """A model on the learner's ranks. `top_k`: likeliest ids of each token, 0: none."""
 
-    def __init__(self, learner: DeepSpeedLearner) -> None:
-        self.learner = learner
+    def __init__(self, learner: DeepSpeedLearner, top_k: int = 0) -> None:
+        self.learner, self.top_k = learner, top_k
         self.figures: Metrics = {}
 
     async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
         version = self.learner.policy_version
         encoded = await in_thread(lambda: [encode(*group, version) for group in groups])
-        scores = await self.learner.score(encoded, by_teacher=True)
-        found = []
-        for group, score in zip(groups, scores, strict=True):
-            rest, own = iter(score.logprobs), Scores({}, {})
-            for node in encoded_nodes(*group):
-                own.sampled[node.index] = values = np.full(len(node.action_ids), np.nan)
-                is_trained = trained(node)
-                values[is_trained] = [*islice(rest, int(is_trained.sum()))]
-            found.append(own)
+        scores = await self.learner.score(encoded, by_teacher=True, top_k=self.top_k)
+        found = [Scores({}, {}) for _ in groups]
+        for own, group, score in zip(found, groups, scores, strict=True):
+            own.add(encoded_nodes(*group), score)
         return found
 
 
@@ -149,12 +157,19 @@ def likeliest(rows: Sequence[Mapping[int, float]], k: int) -> Taught:
 
 class WithHints:
     """The policy, or a teacher on the ranks, which reads hints (hints.py): scores only the turns of
-    failed trajectories that have one. `most`: tokens of a sequence."""
+    failed trajectories that have one. `most`: tokens of a sequence; `top_k`: as of OnRanks."""
 
     def __init__(
-        self, learner: DeepSpeedLearner, build: Builder, most: int, *, by_teacher: bool
+        self,
+        learner: DeepSpeedLearner,
+        build: Builder,
+        most: int,
+        *,
+        by_teacher: bool,
+        top_k: int = 0,
     ) -> None:
-        self.learner, self.build, self.most, self.by_teacher = learner, build, most, by_teacher
+        self.learner, self.build, self.most = learner, build, most
+        self.by_teacher, self.top_k = by_teacher, top_k
         self.figures: Metrics = {}
         self._has_warned = False
 
@@ -168,17 +183,14 @@ class WithHints:
             text += "the model's %d tokens; shorten the hint, or lower limits.max_response_tokens"
             logger.warning(text, num_long, self.most, extra=SHOWN)
         sequences = [encode_sequence(one.ids, one.mask, one.temperature) for one in chosen]
-        scores = iter(await self.learner.score(sequences, by_teacher=self.by_teacher))
-        found = []
-        for own in paths:
-            scored = Scores({}, {})
+        scores = iter(
+            await self.learner.score(sequences, by_teacher=self.by_teacher, top_k=self.top_k)
+        )
+        found = [Scores({}, {}) for _ in paths]
+        for scored, own in zip(found, paths, strict=True):
             for path in own:
                 if len(path.ids) <= self.most:
-                    rest = iter(next(scores).logprobs)
-                    for node in path.nodes:
-                        values = np.array([*islice(rest, len(node.action_ids))])
-                        scored.sampled[node.index] = np.where(trained(node), values, np.nan)
-            found.append(scored)
+                    scored.add(path.nodes, next(scores))
         copies = [one for path in chosen for one in copied(path)]
         self.figures = {
             "teacher/hinted": float(len(chosen)),
@@ -231,12 +243,14 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
     """The teacher of a run, ready; `stack` closes it. Raises ConfigError for a server whose model
     does not fit."""
     role, hint = config.roles.get("teacher"), config.algorithm.hint
+    top_k = config.algorithm.teach_top_k
     if hint:
         most = num_positions(read_model_config(parts.model)) or sys.maxsize
         build, by_teacher = builder(hint, parts.tokenizer), role is not None
-        return Teaching(config, WithHints(parts.learner, build, most, by_teacher=by_teacher))
+        keys = {"by_teacher": by_teacher, "top_k": top_k}
+        return Teaching(config, WithHints(parts.learner, build, most, **keys))
     if role is None or role.engine == "learner":
-        return Teaching(config, OnRanks(parts.learner))
+        return Teaching(config, OnRanks(parts.learner, top_k))
     kind: Any = VLLMServer if role.engine == "vllm" else SGLangServer
     key = read_key(role.api_key_env, "roles.teacher.api_key_env")
     server = kind(parts.urls["teacher"], vocab_size=parts.vocab_size, api_key=key)
@@ -248,4 +262,4 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
             f"roles.teacher: its server reads {info.max_model_len} tokens, prompt and response "
             f"have up to {needed}; raise roles.teacher.max_model_len"
         )
-    return Teaching(config, OnServer(server, config.algorithm.teach_top_k))
+    return Teaching(config, OnServer(server, top_k))
