@@ -25,6 +25,7 @@ from agentenv.contract.env import Grade
 from agentenv.contract.env_registry import register
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
+from benchmarks.experiments.chain import TOLD, told_again
 
 KINDS = ("red", "blue", "green", "black", "white", "brown")
 MOVES = ("left", "right", "up", "down", "jump", "wait")
@@ -33,7 +34,7 @@ MASTERED, UNLEARNED = 0.97, 0.5  # chance of the right move after the cold start
 NUMBERS = {"train": range(60), "heldout": range(60, 100)}
 DEMONSTRATIONS = 4000
 TOP = "top"
-TOLD, TOLD_STEPS = "-told", 600  # of the cold start, which also learns to repeat an attempt
+TOLD_STEPS = 600  # of the cold start that also teaches to repeat an attempt
 LIMITS = {"max_prompt_tokens": 32, "max_turn_tokens": 8, "max_tool_result_tokens": 8}
 
 register("bench/Ladder-v0", "benchmarks.experiments.ladder:LadderEnv")
@@ -149,16 +150,6 @@ def prepare(run: Path, seed: int, profile: str, rungs: int, *, is_told: bool = F
     words = (*KINDS, *MOVES, TOP, *ask("red", 0).split())
     tiny_model(run / "model", texts, seed, tools=["step"], words=words)
     return f"Ladders of {rungs} rungs; the {profile} ones are unlearned."
-
-
-def told_again(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The demonstration twice, so that the policy learns to repeat an attempt that it reads."""
-    messages = [{"role": "user", "content": row["question"]}]
-    for turn in row["turns"]:
-        messages.append({"role": "assistant", "content": turn["action"]})
-        if turn["result"] is not None:
-            messages.append({"role": "tool", "content": turn["result"]})
-    return {"stage": row["stage"], "kind": row["kind"], "messages": messages * 2}
 
 
 def ask(kind: str, number: int) -> str:

@@ -228,15 +228,20 @@ class Teaching:
             metrics["teacher/gap"] = float(gap.mean())
             metrics["teacher/gap_abs"] = float(np.abs(gap).mean())
             metrics["teacher/clipped"] = float((np.abs(gap) > self.algorithm.teach_clip).mean())
+            metrics["teacher/gate"] = float(self.gate(gap).mean())
         if len(signs):
             metrics["teacher/agreement"] = float((signs > 0).mean())
         return taught, metrics
 
     def advantages(self, gap: Floats) -> Floats:
         """Of tokens with these gaps, log teacher - log policy."""
-        bound, gate = self.algorithm.teach_clip, self.algorithm.teach_gate
-        found = self.algorithm.teach * np.clip(np.nan_to_num(gap), -bound, bound)
-        return found * expit(gate * np.nan_to_num(gap)) if gate else found
+        gap, bound = np.nan_to_num(gap), self.algorithm.teach_clip
+        return self.algorithm.teach * np.clip(gap, -bound, bound) * self.gate(gap)
+
+    def gate(self, gap: Floats) -> Floats:
+        """The factor of each advantage; 1 without `teach_gate`."""
+        factor = self.algorithm.teach_gate
+        return expit(factor * gap) if factor else np.ones_like(gap)
 
 
 async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack) -> Teaching:
