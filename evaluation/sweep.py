@@ -16,6 +16,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby, product
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -267,5 +268,6 @@ async def _train(config: str, run: SweepRun, threads: Mapping[str, str]) -> int:
 async def _interrupt(process: asyncio.subprocess.Process) -> None:
     for number in (signal.SIGINT, signal.SIGKILL):
         if process.returncode is None:
-            os.killpg(process.pid, number)
+            with suppress(ProcessLookupError):  # reaped, and its code is set soon
+                os.killpg(process.pid, number)
             await at_most(GRACE_S, process.wait())

@@ -29,6 +29,7 @@ def test_a_hanging_run_raises_an_error_after_its_limit(
         overhead.measured("stuck", [stuck], tmp_path, limit_s=0.5)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_small_run_reports_its_costs(tmp_path: Path, num_workers: int) -> None:
     options = ["1", str(num_workers), "4", overhead.ENV]

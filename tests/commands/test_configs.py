@@ -110,6 +110,7 @@ def test_a_dry_run_of_a_configuration_fits_eight_gpus(
         assert main([*given, "--gpus", "4"]) == 2
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_step_of_reinforcement_learning(
     name: str, small: Path, capsys: pytest.CaptureFixture[str]
@@ -130,6 +131,7 @@ def test_a_step_of_reinforcement_learning(
     assert left_out in (small / "runs" / name / "run.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.heavy
 def test_a_step_of_the_cold_start(small: Path) -> None:
     overrides = ("data.eval_split=8", "sft.num_steps=1")
     assert sft.main(arguments("sft_cold_start", small, SMALL_SUPERVISED, *overrides)) == 0
@@ -137,6 +139,7 @@ def test_a_step_of_the_cold_start(small: Path) -> None:
     assert step["sft/grad_norm"] > 0
 
 
+@pytest.mark.heavy
 def test_a_step_of_preferences(small: Path) -> None:
     overrides = ("data.dataset_info=", f"data.train={small}/pairs.jsonl", "dpo.num_steps=1")
     assert dpo.main(arguments("dpo_self_critic", small, SMALL_SUPERVISED, *overrides)) == 0
@@ -144,6 +147,7 @@ def test_a_step_of_preferences(small: Path) -> None:
     assert step["dpo/loss"] == pytest.approx(0.6931, abs=1e-3), "ln 2 before the first step"
 
 
+@pytest.mark.heavy
 @pytest.mark.usefixtures("here")
 def test_a_round_of_the_self_critic(small: Path) -> None:
     """With the command of docs/reproduce.md; then preferences are trained on its pairs."""
@@ -161,6 +165,7 @@ def test_a_round_of_the_self_critic(small: Path) -> None:
     assert dpo.main(arguments("dpo_self_critic", small, SMALL_SUPERVISED, *again)) == 0
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("name", "sets"),
     [("eval_reasoning", "gsm8k,hotpotqa,webwalker"), ("eval_deep_search", "webwalker")],
@@ -171,6 +176,7 @@ def test_an_evaluation(name: str, sets: str, small: Path) -> None:
     assert all(SYSTEM in row.segments[0]["env"] for row in rows)
 
 
+@pytest.mark.heavy
 def test_an_evaluation_with_helpers_and_wikipedia(small: Path, tmp_path: Path) -> None:
     """Of two questions: one set searches the web, one the passages of E5 and FAISS."""
     pytest.importorskip("faiss")

@@ -318,7 +318,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> None:
     generate = ScriptedEngine.generate
 
     async def generating(engine: ScriptedEngine, *args: Any, **kwargs: Any) -> Any:
-        if engine.policy_version == 2 and kwargs["session"].isdigit():
+        if engine.policy_version >= 2 and kwargs["session"].isdigit():
             raise EngineDeadError("out of memory")
         return await generate(engine, *args, **kwargs)
 
