@@ -22,7 +22,8 @@ from agentenv.base.secrets import SECRETS
 VLLM_IPC = "agentenv_ipc"  # our vLLM backend for weights in shared memory of the learner
 SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server does not use
 # In addition to the policy, which is [engine].
-ROLES = ("summarizer", "judge", "debugger", "refiner", "user", "teacher")
+TEACHER = "teacher"  # the role that scores tokens
+ROLES = ("summarizer", "judge", "debugger", "refiner", "user", TEACHER)
 
 
 KEY_ENV = "AGENTENV_SERVER_KEY"  # variable with the key of engine servers that a run starts

@@ -45,6 +45,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.weights import read_layout
 from agentenv.data.data_files import is_generated
 from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.remote.scoring import SAMPLE
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.check import check_algorithm
@@ -472,9 +473,6 @@ async def room_for_weights(assembly: Any) -> None:
     found = await assembly.passage()
     if found.message:
         assembly.report(found.message)
-
-
-SAMPLE = "A teacher reads 12,345 tokens: \u00e9, \u6f22\u5b57, <tool> and\n\tblanks."
 
 
 async def teacher_tokens(assembly: Assembly[TrainConfig]) -> None:

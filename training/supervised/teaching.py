@@ -19,8 +19,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from scipy.special import expit
@@ -31,10 +32,8 @@ from agentenv.base.model_files import num_positions, read_model_config
 from agentenv.base.offload import in_thread
 from agentenv.base.retries import retried
 from agentenv.base.tree import Node, TrajectoryTree
-from agentenv.contract.server_config import read_key
-from agentenv.engines.remote.base import RemoteServer
-from agentenv.engines.sglang import SGLangServer
-from agentenv.engines.vllm import VLLMServer
+from agentenv.contract.server_config import TEACHER, read_key
+from agentenv.engines.remote.scoring import ScoringServer
 from agentenv.learners.algorithms.credit import CreditedTree, Floats, Taught, TreeCredit
 from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.ranks.learner import DeepSpeedLearner
@@ -99,7 +98,7 @@ class OnRanks:
 class OnServer:
     """A model behind an engine's server. `top_k`: likeliest ids of each token, 0: none."""
 
-    def __init__(self, server: RemoteServer[Any], top_k: int = 0) -> None:
+    def __init__(self, server: ScoringServer, top_k: int = 0) -> None:
         self.server, self.top_k = server, top_k
         self.figures: Metrics = {}
         self._slots = asyncio.Semaphore(MOST_REQUESTS)
@@ -247,7 +246,7 @@ class Teaching:
 async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack) -> Teaching:
     """The teacher of a run, ready; `stack` closes it. Raises ConfigError for a server whose model
     does not fit."""
-    role, hint = config.roles.get("teacher"), config.algorithm.hint
+    role, hint = config.roles.get(TEACHER), config.algorithm.hint
     top_k = config.algorithm.teach_top_k
     if hint:
         most = num_positions(read_model_config(parts.model)) or sys.maxsize
@@ -256,15 +255,14 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
         return Teaching(config, WithHints(parts.learner, build, most, **keys))
     if role is None or role.engine == "learner":
         return Teaching(config, OnRanks(parts.learner, top_k))
-    kind: Any = VLLMServer if role.engine == "vllm" else SGLangServer
     key = read_key(role.api_key_env, "roles.teacher.api_key_env")
-    server = kind(parts.urls["teacher"], vocab_size=parts.vocab_size, api_key=key)
+    server = ScoringServer(role.engine, parts.urls[TEACHER], key)
     stack.push_async_callback(server.close)
-    info = await server.connect(0)
+    found = await server.connect(partial(parts.tokenizer.encode, add_special_tokens=False))
     needed = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-    if info.max_model_len < needed:
+    if found < needed:
         raise ConfigError(
-            f"roles.teacher: its server reads {info.max_model_len} tokens, prompt and response "
-            f"have up to {needed}; raise roles.teacher.max_model_len"
+            f"roles.teacher: its server reads {found} tokens, prompt and response have up to "
+            f"{needed}; raise roles.teacher.max_model_len"
         )
     return Teaching(config, OnServer(server, top_k))

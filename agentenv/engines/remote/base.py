@@ -250,16 +250,9 @@ class RemoteServer(ABC, Generic[F]):
         return False
 
     @abstractmethod
-    async def scored(
-        self, ids: Sequence[int], start: int, top_k: int = 0
-    ) -> list[dict[int, float]]:
-        """For each token from `start` on the log-probs in nats of itself and of the `top_k`
-        likeliest ids in its place, by id, if any text may be written, at temperature 1."""
-
     async def scores(self, ids: Sequence[int], start: int) -> list[float]:
-        """The log-probs of the tokens from `start` on, as in `scored`."""
-        found = await self.scored(ids, start)
-        return [one.get(token, nan) for token, one in zip(ids[start:], found, strict=True)]
+        """The log-probs in nats of the tokens from `start` on, if any text may be written, at
+        temperature 1."""
 
     async def healthy(self) -> bool:
         """Whether it answers now; does not raise for a lost server."""
