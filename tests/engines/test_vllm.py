@@ -263,7 +263,9 @@ async def test_forks_reuse_prefixes_after_an_update_under_64_streams(servers: Se
         await pool.load_weights(world.paths[1], 1)
         late = prompt(4 * NUM_SEQS, 2 * BLOCK + 5)  # on a slow machine no other one starts after it
         prompts.append(late)
-        pending.append(asyncio.create_task(pool.generate(late, SamplingParams(256))))
+        pending.append(
+            asyncio.create_task(pool.generate(late, SamplingParams(256), session="late"))
+        )
         turns = await asyncio.gather(*pending)
         for ids, done in zip(prompts, turns, strict=True):
             check_sampled(world.models, ids, done)
