@@ -481,10 +481,10 @@ async def teacher_tokens(assembly: Assembly[TrainConfig]) -> None:
     if role is None or not role.model or model is None:
         return  # the tokens of a server are compared when it is connected
     place = find_checkpoint(assembly.resolve(role.model))
-    if place.resolve() == model.resolve():
+    if place.resolve() == model.resolve() and not assembly.config.algorithm.hint:
         raise ConfigError(
             f"roles.teacher.model = {role.model} is the policy itself, which teaches it nothing; "
-            "expected another model"
+            "expected another model, or a hint (algorithm.hint)"
         )
     own, its = [await in_thread(model_files.load_tokenizer, one) for one in (model, place)]
     same = own.get_vocab() == its.get_vocab() and own.encode(SAMPLE) == its.encode(SAMPLE)

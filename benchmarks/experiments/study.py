@@ -144,8 +144,9 @@ class Study:
         groups, arm = int(cell.arm.rpartition("x")[2]), dict(self.plan["arms"][cell.arm])
         teacher = arm.pop("teacher", "")
         config = arm_config(raw, arm, start, cell.seed, 10_000, self.plan["questions"])
-        if teacher:  # the best policy of that arm's run, from the same cold start
-            (run,) = start.parent.glob(f"{teacher}@*/summary.json")
+        if teacher:  # the best policy of that arm's run, or the cold start itself
+            place = START if teacher == START else f"{teacher}@*"
+            (run,) = start.parent.glob(f"{place}/summary.json")
             config["roles"] = {"teacher": {"engine": "learner", "model": str(run.parent)}}
         config["queue"]["groups_per_step"] = groups
         config["learner"] |= {

@@ -27,7 +27,7 @@ import numpy as np
 from scipy.special import expit
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.errors import SHOWN, ConfigError
+from agentenv.base.errors import SHOWN, ConfigError, EngineError
 from agentenv.base.model_files import num_positions, read_model_config
 from agentenv.base.offload import in_thread
 from agentenv.base.retries import retried
@@ -132,7 +132,11 @@ class OnServer:
                 return await self.server.scored(ids, first, self.top_k)
 
         who = f"the teacher at {self.server.name}"
-        rows = await retried(ask, who, "teacher", NUM_RETRIES)
+        try:
+            rows = await retried(ask, who, "teacher", NUM_RETRIES)
+        except EngineError as error:
+            text = f"{who} is lost: {error}; start it again, and continue with --resume"
+            raise EngineError(text) from error
         for node in new:
             place = int(starts[node.index]) - first
             own = rows[place : place + len(node.action_ids)]
