@@ -224,7 +224,7 @@ def check_heads(num_heads: int, size: int) -> None:
 class Score(Struct, frozen=True):
     """Teacher-forced values of one sequence, an entry per predicted token.
 
-    logprobs and entropies in nats; matches: the token is the likeliest one. If they were asked for,
+    logprobs and entropies in nats; matches: the token is the likeliest one. If requested,
     the likeliest ids in its place and their log-probs, [top_k, tokens].
     """
 

@@ -39,7 +39,7 @@ class Synthetic(Study):
     def write(self, cell: Cell, right: list[int]) -> None:
         points = [
             {"calls": float(calls), "right": "1" * one + "0" * (10 - one)}
-            | dict.fromkeys(("led", "roots", "learner_s"), calls / 100)
+            | dict.fromkeys(("led", "roots", "learner_s", "trajectories"), calls / 100)
             for calls, one in zip(CALLS, right, strict=True)
         ]
         row = {**cell._asdict(), "digest": self.digest, "points": points, "clipped": 0.1}
@@ -111,6 +111,7 @@ def test_results_go_on_and_belong_to_one_plan(
     assert "late-8, calls" in capsys.readouterr().out
     changed = tmp_path / "study.toml"
     changed.write_text(command.FILE.read_text() + "\n# changed\n")
+    changed.with_suffix(".md").write_text("as before")
     with pytest.raises(DataError, match="fixed before its"):
         Study(tmp_path, changed)
 

@@ -45,7 +45,9 @@ CLEAN, PRACTICE, MIXED = 2500, 2500, 1000  # demonstrations of each length
 PRACTICE_STEPS = {"chain": 200, "mend": 400}  # dead ends take longer
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 6}
 NOTHING = "No results."
-TOLD = "-told"  # suffix of a task whose cold start also teaches to repeat an attempt that was read
+HINTED = (
+    "-hinted"  # suffix of a task whose cold start also teaches to repeat an attempt that was read
+)
 
 
 class Habits(NamedTuple):
@@ -124,9 +126,9 @@ def configure(raw: dict[str, Any], name: str, noise: float = 0.0) -> dict[str, A
     """The quick start's configuration with the task `name` of `HABITS` in place of its own."""
     kwargs = {"corpus": "{run}/data/facts.json", "noise": noise}
     copies, skills, practice, habits = raw["sft"]["stages"]
-    base, limits = name.removesuffix(TOLD), dict(LIMITS)
-    num_steps, is_told = PRACTICE_STEPS[base], base != name
-    if is_told:
+    base, limits = name.removesuffix(HINTED), dict(LIMITS)
+    num_steps, is_hinted = PRACTICE_STEPS[base], base != name
+    if is_hinted:
         num_steps, habits = 2 * num_steps, habits | {"num_steps": 2 * habits["num_steps"]}
         limits["max_tool_result_tokens"] = 96  # the question is read again
     practice = practice | {"rows": "practice", "num_steps": num_steps}
@@ -148,17 +150,17 @@ def prepare_mend(run: Path, seed: int) -> str:
     return _prepare(run, seed, "mend")
 
 
-def prepare_chain_told(run: Path, seed: int) -> str:
+def prepare_chain_hinted(run: Path, seed: int) -> str:
     """As `prepare_chain`; the cold start also teaches to repeat an attempt that was read."""
-    return _prepare(run, seed, "chain", is_told=True)
+    return _prepare(run, seed, "chain", is_hinted=True)
 
 
-def prepare_mend_told(run: Path, seed: int) -> str:
-    """As `prepare_chain_told`."""
-    return _prepare(run, seed, "mend", is_told=True)
+def prepare_mend_hinted(run: Path, seed: int) -> str:
+    """As `prepare_chain_hinted`."""
+    return _prepare(run, seed, "mend", is_hinted=True)
 
 
-def _prepare(run: Path, seed: int, name: str, *, is_told: bool = False) -> str:
+def _prepare(run: Path, seed: int, name: str, *, is_hinted: bool = False) -> str:
     rng = Random(f"{name} {seed}")
     data = run / "data"
     data.mkdir(parents=True, exist_ok=True)
@@ -171,8 +173,8 @@ def _prepare(run: Path, seed: int, name: str, *, is_told: bool = False) -> str:
         rng.shuffle(rows)
         write_rows(data / f"{part}.jsonl", rows)
     rows = list(_demonstrations(rng, world.forms, name))
-    told = (told_again(one) for one in rows if one["stage"] in ("practice", "mixed"))
-    write_rows(data / "sft.jsonl", [*rows, *told] if is_told else rows)
+    again = (repeated(one) for one in rows if one["stage"] in ("practice", "mixed"))
+    write_rows(data / "sft.jsonl", [*rows, *again] if is_hinted else rows)
     gate = (demonstration(rng, n, "gate", first_form) for n in LENGTHS for _ in range(GATE))
     write_rows(data / "gate.jsonl", gate)
     build_model(run / "model", seed)
@@ -250,7 +252,7 @@ def demonstration(
     return about | {"turns": turns}
 
 
-def told_again(row: Mapping[str, Any]) -> dict[str, Any]:
+def repeated(row: Mapping[str, Any]) -> dict[str, Any]:
     """The demonstration twice, so that the policy learns to repeat an attempt that it reads."""
     messages = [{"role": "user", "content": row["question"]}]
     for turn in row["turns"]:

@@ -111,7 +111,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     """
 
     group_size: Annotated[
-        int, about("trajectories per question, the group of the advantage", ESSENTIAL, ge=2)
+        int, about("trajectories per question, the group of the advantage", ESSENTIAL, ge=1)
     ] = 8
     aggregation: AggregationKey = "token-mean"
     norm_length: Annotated[
@@ -139,9 +139,6 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         int, about("tokens before overlong_tokens over which the penalty grows", ge=1)
     ] = 512
     teach: TeachKey = 0.0
-    teach_clip: Annotated[
-        float, about("bound of that difference of log-probs, nats, on both sides", gt=0)
-    ] = 5.0
     teach_gate: Annotated[
         float, about("factor sigmoid(teach_gate * difference) of that advantage; 0: none", ge=0)
     ] = 0.0
@@ -206,6 +203,10 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     ] = 0.0
 
     def __post_init__(self) -> None:
+        if self.group_size < self.least_group_size:
+            raise ConfigError(
+                "algorithm.group_size = 1: an advantage compares trajectories; expected at least 2"
+            )
         if self.overlong_tokens and self.overlong_buffer > self.overlong_tokens:
             raise ConfigError("algorithm: overlong_buffer must be at most overlong_tokens")
         is_by_leaf = self.needs_leaves or type(self).over_update is not Algorithm.over_update
@@ -221,6 +222,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
                 "algorithm.reference_every: no reference policy; set kl_loss or kl_reward"
             )
 
+    least_group_size: ClassVar[int] = 2
     is_released: ClassVar[bool] = False  # the form of compat = "reference"
     clips_sequences: ClassVar[bool] = False  # ratios are those of whole trajectories
     refills: ClassVar[bool] = False  # groups of equal returns are replaced, as with `queue.refill`

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import ClassVar
 
 import numpy as np
 
-from agentenv.base.config import about
 from agentenv.base.errors import ConfigError
 from agentenv.learners.algorithms.algorithm import Clipped, TeachKey
 from agentenv.learners.algorithms.credit import Floats
@@ -19,12 +18,12 @@ class Distill(Clipped, frozen=True, kw_only=True, tag="distill"):
         J = -mean over the policy's own tokens of KL(policy || teacher)
 
     estimated by the sampled token: its dense advantage is log teacher - log policy. Returns do not
-    count, so that a trajectory needs no group. Differs from the paper: the ratio is clipped as in
-    PPO, so that the trees of older weights can be used.
+    count, so that a trajectory needs no group (group_size = 1). Differs from the paper: the ratio
+    is clipped as in PPO, so that the trees of older weights can be used.
     """
 
     teach: TeachKey = 1.0
-    group_size: Annotated[int, about("trajectories per question", ge=1)] = 1
+    least_group_size: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

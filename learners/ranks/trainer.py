@@ -149,12 +149,12 @@ class Trainer:
     @torch.no_grad()
     def figures(
         self, trees: Sequence[EncodedTree], other: nn.Module | None = None, top_k: int = 0
-    ) -> tuple[NDArray[Any], ...]:
+    ) -> list[NDArray[Any]]:
         """Log-probs, entropies (nats) and arg-max matches of all trained tokens, in the order of
         `ActionTokens`, under the backend's current weights, or by another policy; with `top_k` the
         log-probs of the likeliest ids, and these, [top_k, tokens]."""
         count = sum(tree.num_action_tokens for tree in trees)
-        found = np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)
+        found: list[NDArray[Any]] = [np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)]
         if top_k:
             found += np.zeros((top_k, count)), np.zeros((top_k, count), np.int64)
         for batch in self.backend.passes(self.layouts.pack(trees)):

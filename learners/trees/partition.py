@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from agentenv.base.tree import Scored, TrajectoryTree
-from agentenv.learners.algorithms.credit import CreditedTree, Floats, Taught
+from agentenv.learners.algorithms.credit import CreditedTree, Floats
 from agentenv.learners.trees.encoded_tree import (
     EncodedTree,
     Layout,
@@ -217,11 +217,12 @@ def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool
     own_sizes = np.where(leads, sizes, 0)
     counts = np.bincount(owner[tree.actions()], minlength=len(sizes))
     whole = WholeTree(number, is_home, tree.max_staleness, counts.astype(np.int32).tobytes())
+    figures: dict[str, NDArray[Any]]
     figures = {name: tree.floats(name)[trained] for name in PER_TOKEN if getattr(tree, name)}
     figures |= {name: np.where(is_mine, tree.floats(name), 0.0) for name in PER_NODE}
     if tree.teacher:
-        taught = Taught(*(one[trained] for one in tree.taught))
-        figures |= {"taught_ids": taught.ids, "teacher": taught.logprobs}
+        ids, logprobs = (one[trained] for one in tree.taught)
+        figures |= {"taught_ids": ids, "teacher": logprobs}
     encoded = from_arrays(
         tree.ints("token_ids")[here],
         (tree.actions() & is_mine[owner])[here],

@@ -121,7 +121,7 @@ class LogprobHead(nn.Linear):
             return figures
         wide = figures[0].dtype
         if isinstance(others, int):
-            parts = hidden.split(chunk_tokens(self.weight, wide))
+            parts = torch.split(hidden, chunk_tokens(self.weight, wide))
             rows = (self.shape.apply_(_logits(one, self.weight, self.bias, wide)) for one in parts)
             others = torch.cat([row.topk(others).indices for row in rows])
         ids = torch.cat([targets[:, None], others], 1)

@@ -57,7 +57,7 @@ def test_a_siblings_hint_begins_where_the_paths_part() -> None:
     assert [[node.index for node in path.nodes] for path in found] == [[3, 4], [5], [6]]
     assert not any(copied(found[0]))
     tree.nodes[2].reward = 0.0
-    assert hinted(tree, sibling) == [], "no return is better than another"
+    assert hinted(tree, sibling) == []  # no return is better than another
 
 
 def test_the_gold_follows_the_prompt() -> None:

@@ -132,12 +132,12 @@ async def test_advantages_are_bounded_and_add_up(warehouse: Path) -> None:
     from agentenv.assembly.keys.rl import TrainConfig
     from agentenv.base.config import load_config
 
-    keys = ["algorithm={name='grpo', group_size=2, teach=0.5, teach_clip=2}"]
+    keys = ["algorithm={name='grpo', group_size=2, teach=0.5}"]
     keys += ["roles.teacher.url=http://127.0.0.1:9"]
     config: Any = load_config(TrainConfig, warehouse, keys)
     scorer: Any = None
     found = Teaching(config, scorer).advantages(np.array([-9.0, 1.0, np.nan, 9.0]))
-    assert found.tolist() == [-1.0, 0.5, 0.0, 1.0]
+    assert found.tolist() == [-2.5, 0.5, 0.0, 2.5]
 
 
 BAD = {

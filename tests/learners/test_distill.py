@@ -81,8 +81,3 @@ def test_other_ids_have_their_log_probs_and_gradients(
     wanted = torch.autograd.grad((expected * weights).sum(), inputs)
     for one, other in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_distillation_needs_no_group() -> None:
-    assert Distill().group_size == 1
-    assert Distill(teach=2.0).teach == 2.0

@@ -27,14 +27,14 @@ Encode = Callable[[str], Sequence[int]]
 MATCH = 3  # tokens of a trained token and those before it, that a hint has too: a copy
 
 
-class Hint(NamedTuple):
+class PlacedHint(NamedTuple):
     """`ids` stand after the observation of `place`."""
 
     place: Node
     ids: Sequence[int]
 
 
-Builder = Callable[[TrajectoryTree, Trajectory], Hint | None]
+Builder = Callable[[TrajectoryTree, Trajectory], PlacedHint | None]
 
 
 class HintedPath(NamedTuple):
@@ -51,7 +51,7 @@ class HintedPath(NamedTuple):
         return self.nodes[0].temperature
 
 
-def sibling(tree: TrajectoryTree, failed: Trajectory) -> Hint | None:
+def sibling(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
     """Of the trajectories with the highest return, which is above the failed one's, that which
     shares the longest part with it, from there on."""
     known, best = {node.index for node in failed.path}, (failed.reward, 0, failed.path)
@@ -63,15 +63,16 @@ def sibling(tree: TrajectoryTree, failed: Trajectory) -> Hint | None:
     if path is failed.path:
         return None
     rest = [one for node in path[shared:] for one in (*node.action_ids, *node.observation_ids)]
-    return Hint(path[shared - 1], rest)
+    return PlacedHint(path[shared - 1], rest)
 
 
 def gold(encode: Encode) -> Builder:
     """The row's answer, after the prompt."""
 
-    def build(tree: TrajectoryTree, failed: Trajectory) -> Hint | None:
-        answers = () if failed.success else tree.task.answers
-        return Hint(failed.path[0], encode(f" The answer is {answers[0]}. ")) if answers else None
+    def build(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
+        if failed.success or not tree.task.answers:
+            return None
+        return PlacedHint(failed.path[0], encode(f" The answer is {tree.task.answers[0]}. "))
 
     return build
 
@@ -79,9 +80,9 @@ def gold(encode: Encode) -> Builder:
 def own(function: Any, encode: Encode) -> Builder:
     """A user's function of the tree and a failed trajectory: text after the prompt, or None."""
 
-    def build(tree: TrajectoryTree, failed: Trajectory) -> Hint | None:
+    def build(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
         text = None if failed.success else called(function, tree, failed)
-        return Hint(failed.path[0], encode(text)) if text else None
+        return PlacedHint(failed.path[0], encode(text)) if text else None
 
     return build
 

@@ -1,7 +1,7 @@
 """On-policy distillation: the log-probs that a teacher gives to the tokens which the policy sampled
 become their dense advantages (agentenv/learners/algorithms/credit.py).
 
-    D_t = teach * clip(log teacher(t) - log policy(t), -teach_clip, teach_clip)
+    D_t = teach * clip(log teacher(t) - log policy(t), -5, 5)
 
 Teacher and policy read the same path. On the policy's own tokens the gradient of the loss is that
 of -teach * sum_t KL(policy || teacher) over the sampled prefixes, without the effect of a token on
@@ -43,13 +43,14 @@ from agentenv.training.supervised.hints import Builder, builder, copied, hinted
 
 logger = logging.getLogger(__name__)
 
+MOST_GAP = 5.0  # nats, of an advantage
 MOST_REQUESTS = 32  # at once, of a server
 NUM_RETRIES = 10  # of a request: about four minutes, in which a lost server starts again
 
 
 class Scores(NamedTuple):
     """Of a tree, by node: the teacher's log-prob of each sampled token, nats, nan where it is not
-    trained; and its likeliest ids, if it was asked for them."""
+    trained; and its likeliest ids, if requested."""
 
     sampled: dict[int, Floats]
     likeliest: dict[int, Taught]
@@ -69,7 +70,7 @@ class Scores(NamedTuple):
                 own.logprobs[is_trained] = best[start:stop]
 
 
-class Scorer(Protocol):
+class Scoring(Protocol):
     """A teacher. `figures`: metrics of the last trees."""
 
     figures: Metrics
@@ -163,13 +164,7 @@ class WithHints:
     failed trajectories that have one. `most`: tokens of a sequence; `top_k`: as of OnRanks."""
 
     def __init__(
-        self,
-        learner: DeepSpeedLearner,
-        build: Builder,
-        most: int,
-        *,
-        by_teacher: bool,
-        top_k: int = 0,
+        self, learner: DeepSpeedLearner, build: Builder, most: int, by_teacher: bool, top_k: int
     ) -> None:
         self.learner, self.build, self.most = learner, build, most
         self.by_teacher, self.top_k = by_teacher, top_k
@@ -206,7 +201,7 @@ class WithHints:
 class Teaching:
     """Adds the dense advantages of a teacher to the credit of an update."""
 
-    def __init__(self, config: TrainConfig, scorer: Scorer) -> None:
+    def __init__(self, config: TrainConfig, scorer: Scoring) -> None:
         self.algorithm, self.scorer = config.algorithm, scorer
 
     async def teach(self, groups: Sequence[CreditedTree]) -> tuple[list[CreditedTree], Metrics]:
@@ -222,15 +217,15 @@ class Teaching:
                     dense[index] = dense.get(index, 0.0) + self.advantages(gap)
                 signs = np.sign(credit.adv_pos[index] + credit.adv_neg[index]) * np.sign(gap)
                 parts.append(np.stack([gap, signs]))
-            own_credit = {"dense": dense, "taught": own.likeliest, "teacher": own.sampled}
-            taught.append((tree, replace(credit, **own_credit, awaits_teacher=False)))
+            found = replace(credit, dense=dense, taught=own.likeliest, teacher=own.sampled)
+            taught.append((tree, replace(found, awaits_teacher=False)))
         gap, signs = np.concatenate([np.zeros((2, 0)), *parts], axis=1)
         gap, signs = gap[~np.isnan(gap)], signs[~np.isnan(signs) & (signs != 0)]
         metrics = {"teacher/wall_s": perf_counter() - began_s, **self.scorer.figures}
         if len(gap):
             metrics["teacher/gap"] = float(gap.mean())
             metrics["teacher/gap_abs"] = float(np.abs(gap).mean())
-            metrics["teacher/clipped"] = float((np.abs(gap) > self.algorithm.teach_clip).mean())
+            metrics["teacher/clipped"] = float((np.abs(gap) > MOST_GAP).mean())
             metrics["teacher/gate"] = float(self.gate(gap).mean())
         if len(signs):
             metrics["teacher/agreement"] = float((signs > 0).mean())
@@ -238,8 +233,8 @@ class Teaching:
 
     def advantages(self, gap: Floats) -> Floats:
         """Of tokens with these gaps, log teacher - log policy."""
-        gap, bound = np.nan_to_num(gap), self.algorithm.teach_clip
-        return self.algorithm.teach * np.clip(gap, -bound, bound) * self.gate(gap)
+        gap = np.nan_to_num(gap)
+        return self.algorithm.teach * np.clip(gap, -MOST_GAP, MOST_GAP) * self.gate(gap)
 
     def gate(self, gap: Floats) -> Floats:
         """The factor of each advantage; 1 without `teach_gate`."""
@@ -254,9 +249,9 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
     top_k = config.algorithm.teach_top_k
     if hint:
         most = num_positions(read_model_config(parts.model)) or sys.maxsize
-        build, by_teacher = builder(hint, parts.tokenizer), role is not None
-        keys = {"by_teacher": by_teacher, "top_k": top_k}
-        return Teaching(config, WithHints(parts.learner, build, most, **keys))
+        own = role is not None, top_k
+        scorer = WithHints(parts.learner, builder(hint, parts.tokenizer), most, *own)
+        return Teaching(config, scorer)
     if role is None or role.engine == "learner":
         return Teaching(config, OnRanks(parts.learner, top_k))
     key = read_key(role.api_key_env, "roles.teacher.api_key_env")

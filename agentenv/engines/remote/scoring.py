@@ -39,7 +39,7 @@ class SGLangScores(Struct):
     meta_info: ScoredMeta
 
 
-class Tokens(Struct):
+class TokenIds(Struct):
     tokens: list[int]
 
 
@@ -91,7 +91,7 @@ class ScoringServer:
             model, *_ = (await self._http.call_as(Models, "GET", "/v1/models")).data
             self._model = model.id
             body = {"model": model.id, "prompt": SAMPLE, "add_special_tokens": False}
-            found = await self._http.call_as(Tokens, "POST", "/tokenize", body)
+            found = await self._http.call_as(TokenIds, "POST", "/tokenize", body)
         if found.tokens != list(encode(SAMPLE)):
             raise ConfigError(f"{self.name} has another tokenizer than the policy")
         return model.max_model_len or 0
