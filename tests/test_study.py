@@ -116,9 +116,17 @@ def test_results_go_on_and_belong_to_one_plan(
         Study(tmp_path, changed)
 
 
-@pytest.mark.parametrize("task", Study(Path()).tasks)
-def test_every_arm_of_the_study_is_a_valid_configuration(tmp_path: Path, task: str) -> None:
-    study = Study(tmp_path)
+PLANS = (command.FILE, command.FILE.with_name("teach.toml"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "task"), [(p, task) for p in PLANS for task in Study(Path(), p).tasks]
+)
+def test_every_arm_of_a_study_is_a_valid_configuration(
+    tmp_path: Path, plan: Path, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Study, "teacher", lambda *_: tmp_path)
+    study = Study(tmp_path, plan)
     for arm in study.plan["arms"]:
         config = study.config(Cell(task, arm, 0.5, 900), configuration(task), tmp_path)
         built = build_config(TrainConfig, config, arm)

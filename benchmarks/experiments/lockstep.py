@@ -113,7 +113,7 @@ def train(path: Path, overrides: Sequence[str] = (), calls: float = math.inf) ->
 
 def run_logged(path: Path, calls: float, log: Path) -> None:
     """`train` at low priority, in a process of its own, with its output in a file."""
-    os.nice(0)
+    os.nice(10)
     with log.open("w", encoding="utf-8", buffering=1) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

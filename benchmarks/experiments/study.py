@@ -120,8 +120,7 @@ class Study:
         with self.file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._add(row)
-        if not any(one.get("teacher") == cell.arm for one in self.plan["arms"].values()):
-            shutil.rmtree(folder / cell.name)
+        shutil.rmtree(folder / cell.name)
 
     def start(self, cell: Cell) -> Path:
         """The run of its cold start."""
@@ -144,10 +143,9 @@ class Study:
         groups, arm = int(cell.arm.rpartition("x")[2]), dict(self.plan["arms"][cell.arm])
         teacher = arm.pop("teacher", "")
         config = arm_config(raw, arm, start, cell.seed, 10_000, self.plan["questions"])
-        if teacher:  # the best policy of that arm's run, or the cold start itself
-            place = START if teacher == START else f"{teacher}@*"
-            (run,) = start.parent.glob(f"{place}/summary.json")
-            config["roles"] = {"teacher": {"engine": "learner", "model": str(run.parent)}}
+        if teacher:
+            run = self.teacher(cell._replace(arm=teacher), start)
+            config["roles"] = {"teacher": {"engine": "learner", "model": str(run)}}
         config["queue"]["groups_per_step"] = groups
         config["learner"] |= {
             "groups_per_minibatch": groups,
@@ -158,6 +156,19 @@ class Study:
         config["eval"]["sets"][SET]["every"] = self.tasks[cell.task]["every"]
         config["train"]["max_untrained_steps"] = 10_000  # a policy that collapses is a result too
         return config | {"checkpoint": {"every": 0, "best_metric": f"{SET}/success"}}
+
+    def teacher(self, cell: Cell, start: Path) -> Path:
+        """A finished run of another arm, at the first rate, from the same cold start; or that."""
+        if cell.arm == START:
+            return start
+        run, cell = (
+            start.with_name(f"teacher-{cell.arm}"),
+            cell._replace(rate=self.plan["first_rate"]),
+        )
+        if not (run / "summary.json").is_file():
+            raw = self.config(cell, configuration(cell.task), start)
+            self.train(run, raw, self.tasks[cell.task]["calls"])
+        return run
 
     # choices
 
