@@ -325,54 +325,48 @@ def files(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.iterdir())
 
 
-def test_files_are_removed_when_no_checkpoint_needs_their_trees(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        written = journal(tmp_path)
-        for index in (0, 1):
-            written.append(Began(index, "t", 0, "s", Mark(1, index, 0)))
-        await written.rotate(0)
-        written.append(Began(2, "t", 0, "s", Mark(1, 2, 0)))
-        await written.rotate(2)
-        assert files(tmp_path) == ["000002", "000003"]
-        await written.rotate(3)
-        assert files(tmp_path) == ["000004"]
-        await written.close()
-
-    run_virtual(scenario())
+async def test_files_are_removed_when_no_checkpoint_needs_their_trees(tmp_path: Path) -> None:
+    written = journal(tmp_path)
+    for index in (0, 1):
+        written.append(Began(index, "t", 0, "s", Mark(1, index, 0)))
+    await written.rotate(0)
+    written.append(Began(2, "t", 0, "s", Mark(1, 2, 0)))
+    await written.rotate(2)
+    assert files(tmp_path) == ["000002", "000003"]
+    await written.rotate(3)
+    assert files(tmp_path) == ["000004"]
+    await written.close()
 
 
-def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
+async def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
     tmp_path: Path,
 ) -> None:
-    async def scenario() -> None:
-        written = journal(tmp_path)
-        for index in range(4):
-            written.append(Started(index, 1, 2.5))
-        written.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
-        assert not any(map(written.earlier.started, range(4))), (
-            "those of this process are no earlier ones"
-        )
-        await written.close()
+    written = journal(tmp_path)
+    for index in range(4):
+        written.append(Started(index, 1, 2.5))
+    written.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
+    assert not any(map(written.earlier.started, range(4))), (
+        "those of this process are no earlier ones"
+    )
+    await written.close()
 
-        again = journal(tmp_path, incarnation=2)
-        assert [again.earlier.started(index) for index in range(5)] == [True] * 4 + [False]
-        assert [again.earlier.knows(index) for index in range(5)] == [True] + [False] * 4
-        assert again.earlier.read(1, TASK) is None
-        await again.rotate(2)
-        assert [again.earlier.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [
-            False
-        ]
-        assert files(tmp_path) == ["000001", "000003"], "the starts of 2 and 3 are in the first"
-        await again.close()
+    again = journal(tmp_path, incarnation=2)
+    assert [again.earlier.started(index) for index in range(5)] == [True] * 4 + [False]
+    assert [again.earlier.knows(index) for index in range(5)] == [True] + [False] * 4
+    assert again.earlier.read(1, TASK) is None
+    await again.rotate(2)
+    assert [again.earlier.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [
+        False
+    ]
+    assert files(tmp_path) == ["000001", "000003"], "the starts of 2 and 3 are in the first"
+    await again.close()
 
-        third = journal(tmp_path, incarnation=3)
-        assert third.earlier.started(3)
-        await third.rotate(4)
-        assert not any(map(third.earlier.started, range(5)))
-        assert files(tmp_path) == ["000005"]
-        await third.close()
-
-    run_virtual(scenario())
+    third = journal(tmp_path, incarnation=3)
+    assert third.earlier.started(3)
+    await third.rotate(4)
+    assert not any(map(third.earlier.started, range(5)))
+    assert files(tmp_path) == ["000005"]
+    await third.close()
 
 
 async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
