@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -321,6 +321,10 @@ def test_foreign_bytes_in_a_journal_are_skipped() -> None:
     assert [is_whole for *_, is_whole in found] == [False, True, False, True, False]
 
 
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.iterdir())
 
@@ -381,7 +385,7 @@ async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
     def half(descriptor: int, data: memoryview) -> int:
         if len(data) > 20:
             return write(descriptor, data[:20])
-        raise OSError(28, "No space left on device")
+        return cast(int, full())
 
     monkeypatch.setattr(os, "write", half)
     written.append(Leased(1, [1]))
@@ -397,9 +401,6 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing more is written, and earlier frames stay."""
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
 
     for is_working in (True, False):
         folder = tmp_path / str(is_working)
@@ -469,9 +470,6 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
 async def test_unwritten_frames_are_reported_when_the_journal_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
     written = journal(tmp_path)
     monkeypatch.setattr(os, "write", full)
     written.append(Leased(0, [0]))
