@@ -46,6 +46,7 @@ from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
+from tests.support.polling import until
 from tests.support.programs import TOOLS, Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.test_endpoint import FINE, KEY, PATHS, damaged, name_of, request
@@ -635,8 +636,7 @@ def test_a_lost_last_answer_is_not_trained() -> None:
     async def program(client: Client) -> None:
         await client.ask([user("one")])
         await client.abandon([user("two")], ProgramEnv.last)
-        while len(ProgramEnv.last.handed) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await until(lambda: len(ProgramEnv.last.handed) == 2)
 
     tree = captured(program, said, tokens_per_s=100.0)
     (leaf,) = tree.leaves()

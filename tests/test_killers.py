@@ -18,6 +18,7 @@ from agentenv.base.types import Task
 from agentenv.contract.env import Env
 from agentenv.processes.worker_group import NUM_LOSSES, NUM_TRIALS, Left
 from agentenv.rollout.journal import Journal
+from tests.support.polling import until
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK, make_actor
@@ -165,10 +166,7 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
         cluster.workers.journal = journal(tmp_path, incarnation=1)
         cluster.add("a")
         rollouts = cluster.start(range(4))
-        for _ in range(10_000):
-            await asyncio.sleep(0.01)
-            if cluster.num_killed >= num_before or rollouts[KILLER].done():
-                break
+        await until(lambda: cluster.num_killed >= num_before or rollouts[KILLER].done())
         await asyncio.sleep(BREAK_S / 2)
         for one in rollouts:
             one.cancel()

@@ -21,6 +21,7 @@ from agentenv.processes.supervisor import LocalPlacement, Supervisor
 from agentenv.processes.worker_group import Left, WorkerGroup, WorkerSpec
 from agentenv.rollout.failure_log import Failure
 from tests.support.links import connected, linked
+from tests.support.polling import until
 from tests.support.virtual_clock import on_virtual_clock
 from tests.test_actor import make_actor
 from tests.test_cluster import Cluster, Writer
@@ -107,10 +108,7 @@ async def test_frames_of_a_drained_worker_are_received_until_it_ends() -> None:
             link.send(pack(Notice(f"frame {number}")))
             await asyncio.sleep(0.03)
         link.close()
-        for _ in range(100):
-            if left:
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: left)
     assert told[1:] == [f"a: frame {number}" for number in range(3)]
     assert left[0].is_drained
 
@@ -132,10 +130,7 @@ async def test_a_drained_worker_that_does_not_end_is_disconnected(
     async with connected(serve) as link:
         with pytest.raises(EOFError):
             await link.receive()
-        for _ in range(100):
-            if ends:
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: ends)
         link.abort()
     assert len(ends) == 1
 
