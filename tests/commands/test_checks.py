@@ -26,6 +26,7 @@ from agentenv.engines.vllm import VLLMConfig
 from agentenv.lab.diagnosis.doctor import CHECKS
 from agentenv.launchers import sft, train
 from agentenv.training.supervised.assembly import TrainingAssembly
+from tests.support.json_files import change_json
 from tests.support.warehouse import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -224,8 +225,7 @@ def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
         "{% if m.role == 'assistant' %}<|turn|>{% endif %}{% endfor %}"
     )
     tokenizer.save_pretrained(model)
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**settings, "vocab_size": len(tokenizer)}))
+    change_json(model / "config.json", vocab_size=len(tokenizer))
     keys = [f"model.path={model}", f"run.dir={tmp_path}/runs"]
     assert train.main([str(warehouse), *keys, *dry]) == 2
     told = capsys.readouterr().err

@@ -18,6 +18,7 @@ from agentenv.base.errors import EXIT_MISSING
 from agentenv.data.data_files import read_rows
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import dpo, evaluate, export, sft, train
+from tests.support.json_files import change_json, write_rows
 from tests.support.released import (
     BROKEN_CHAIN,
     arpo_row,
@@ -25,7 +26,6 @@ from tests.support.released import (
     preference_row,
     sharegpt_row,
     write_parquet,
-    write_rows,
 )
 from tests.support.sources import ROOT
 
@@ -171,10 +171,6 @@ def test_a_broken_model_is_refused_alike_by_dry_run_and_start(
         told.add(capsys.readouterr().err)
     (error,) = told
     assert BROKEN[kind] in error
-
-
-def change_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 @pytest.mark.parametrize("place", ["template", "text", "unused"])

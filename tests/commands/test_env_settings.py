@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from agentenv.launchers import evaluate
+from tests.support.json_files import rows_in
 
 
 def repeating_policy(prompt: str, rng: Random) -> str:
@@ -24,8 +25,7 @@ def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any
     arguments += ["engine.name=scripted", *limits]
     arguments += ["engine.script=tests.commands.test_env_settings:repeating_policy"]
     assert evaluate.main([*arguments, *overrides]) == 0
-    lines = (out / "rows.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return rows_in(out / "rows.jsonl")
 
 
 def test_tools_limits_and_prompt_reach_the_policy(warehouse: Path, tmp_path: Path) -> None:

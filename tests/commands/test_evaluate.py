@@ -15,6 +15,7 @@ from agentenv.contract.http import status_error
 from agentenv.evaluation.store import load_saved, read_rows
 from agentenv.launchers import evaluate
 from tests.commands.evaluating import Run, refused, runner, texts
+from tests.support.json_files import write_rows
 
 
 @pytest.fixture
@@ -128,8 +129,7 @@ def test_an_error_of_a_column_names_the_key_that_sets_it(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """That of the set which `data` makes, too."""
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"question": "How many bolts?", "gold": 1240}) + "\n")
+    path = write_rows(tmp_path / "mine.jsonl", [{"question": "How many bolts?", "gold": 1240}])
     assert run("out", f"data={path}", data=False) == 2
     told = refused(capsys)
     assert told.endswith("set the column by sets.mine.columns.answer")
@@ -143,8 +143,7 @@ def test_repeated_task_ids_are_made_unique(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"id": "x", "question": f"How many bolts? {n}", "answer": 1240} for n in range(3)]
-    path = tmp_path / "twice.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "twice.jsonl", rows)
     assert run("out", f"data={path}", data=False) == 0
     assert sorted(row.task for row in read_rows(tmp_path / "out")) == ["x", "x#2", "x#3"]
     assert "2 questions have" in capsys.readouterr().out

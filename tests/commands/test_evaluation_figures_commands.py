@@ -10,6 +10,7 @@ import pytest
 
 from agentenv.assembly.reports.records import EvalRow
 from agentenv.launchers import evaluate
+from tests.support.json_files import change_json
 from tests.support.stored_evaluation import (
     QUICK,
     failed,
@@ -89,8 +90,7 @@ def test_a_report_does_not_change_the_rows(tmp_path):
 )
 def test_a_report_names_the_evaluated_weights(tmp_path, subject, told):
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
-    saved = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**saved, "subject": subject}))
+    change_json(folder / "config.json", subject=subject)
     assert evaluate.main(["report", str(folder)]) == 0
     assert told in (folder / "report.md").read_text()
 

@@ -19,7 +19,8 @@ from agentenv.base.model_files import HubId, fetch_from_hub, find_on_hub, hub_id
 from agentenv.launchers import export, sft, train
 from tests.support.fake_hub import TOKEN, fake_hub
 from tests.support.hub_cache import COMMIT, hub_cache
-from tests.support.released import sharegpt_row, write_rows
+from tests.support.json_files import write_rows
+from tests.support.released import sharegpt_row
 from tests.support.snippets import run_python
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, synthesize
+from tests.support.json_files import write_rows
 from tests.support.warehouse import STOCK
 
 HINT = "I should look."
@@ -31,8 +32,7 @@ def policy(prompt: str, rng: Random) -> str:
 def arguments(warehouse: Path, tmp_path: Path) -> list[str]:
     """Of a synthesis with hints into tmp_path/out."""
     rows = [{"question": f"How many {item}?", "answer": count} for item, count in STOCK.items()]
-    path = tmp_path / "ask.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "ask.jsonl", rows)
     return [
         str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env",
         "--out", str(tmp_path / "out"), f"data={path}", "filter.require_box=false",

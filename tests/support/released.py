@@ -17,6 +17,7 @@ from agentenv.base.model_files import load_config
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.learners.lora import empty_model
 from tests.commands.benchmark_files import encrypted
+from tests.support.json_files import write_rows
 
 Row = dict[str, Any]
 
@@ -84,11 +85,6 @@ def preference_row(place: int) -> Row:
 def write_parquet(path: Path, rows: list[Row]) -> None:
     """With the types that the rows have."""
     parquet.write_table(arrow.Table.from_pylist(rows), path)
-
-
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """As JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def benchmark_rows(name: str) -> list[Row]:
