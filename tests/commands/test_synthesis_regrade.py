@@ -10,10 +10,9 @@ import pytest
 
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, synthesize
+from tests.commands.synthesizing import HINT, HINTS, arguments_of
 from tests.support.json_files import write_rows
 from tests.support.warehouse import STOCK
-
-HINT = "I should look."
 
 
 def policy(prompt: str, rng: Random) -> str:
@@ -33,13 +32,8 @@ def arguments(warehouse: Path, tmp_path: Path) -> list[str]:
     """Of a synthesis with hints into tmp_path/out."""
     rows = [{"question": f"How many {item}?", "answer": count} for item, count in STOCK.items()]
     path = write_rows(tmp_path / "ask.jsonl", rows)
-    return [
-        str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env",
-        "--out", str(tmp_path / "out"), f"data={path}", "filter.require_box=false",
-        "engine.name=scripted", f"engine.script={__name__}:policy", "num_samples=2",
-        "limits.max_prompt_tokens=640", "limits.max_response_tokens=320",
-        "hints.phrases=['perhaps']", f"hints.verification=['{HINT}']", "hints.place=uncertain",
-    ]  # fmt: skip
+    given = arguments_of(warehouse, tmp_path / "out", path)
+    return [*given, f"engine.script={__name__}:policy", *HINTS]
 
 
 def spoil(folder: Path) -> int:
