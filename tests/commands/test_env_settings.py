@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from agentenv.launchers import evaluate
+from tests.commands.evaluating import arguments_of
 from tests.support.json_files import rows_in
 
 
@@ -19,12 +20,10 @@ def repeating_policy(prompt: str, rng: Random) -> str:
 
 
 def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any]]:
-    arguments = [str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "--n", "2"]
-    arguments += ["--out", str(out), f"data={warehouse.parent}/train.jsonl", "env.module=my_env"]
-    limits = ["limits.max_response_tokens=400", "limits.max_prompt_tokens=600"]
-    arguments += ["engine.name=scripted", *limits]
-    arguments += ["engine.script=tests.commands.test_env_settings:repeating_policy"]
-    assert evaluate.main([*arguments, *overrides]) == 0
+    keys = ["--n", "2", "--out", str(out), f"data={warehouse.parent}/train.jsonl"]
+    keys += ["limits.max_response_tokens=400", "limits.max_prompt_tokens=600"]
+    keys += [f"engine.script={__name__}:repeating_policy", *overrides]
+    assert evaluate.main(arguments_of(warehouse, *keys)) == 0
     return rows_in(out / "rows.jsonl")
 
 

@@ -14,7 +14,7 @@ from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import status_error
 from agentenv.evaluation.store import load_saved, read_rows
 from agentenv.launchers import evaluate
-from tests.commands.evaluating import Run, refused, runner, texts
+from tests.commands.evaluating import Run, arguments_of, refused, runner, texts
 from tests.support.json_files import write_rows
 
 
@@ -150,14 +150,10 @@ def test_repeated_task_ids_are_made_unique(
 
 
 def test_without_out_each_configuration_has_its_own_directory(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warehouse: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warehouse: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = warehouse.parent
-    base = [str(folder / "model"), "--env", "me/Warehouse-v0", "env.module=my_env", "--n", "2"]
-    base += [f"data={folder}/a.jsonl", "engine.name=scripted", "limits.max_prompt_tokens=300"]
-    base += ["engine.script=tests.commands.evaluating:guessing"]
-    base += ["limits.max_response_tokens=300"]
+    base = arguments_of(warehouse, "--n", "2", f"data={warehouse.parent}/a.jsonl")
     for keys in ([], ["num_samples=2"], ["seed=1"]):
         assert evaluate.main([*base, *keys]) == 0
     other, one = sorted(map(texts, (tmp_path / "evals").iterdir()), key=len)
