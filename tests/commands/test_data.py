@@ -18,6 +18,7 @@ from agentenv.data.rows import ColumnsConfig
 from agentenv.evaluation.subject import Subject, of_run
 from agentenv.launchers import evaluate, train
 from agentenv.rollout.actor import Actor
+from tests.support.golden import Said
 from tests.support.json_files import write_rows
 
 
@@ -63,25 +64,24 @@ async def test_a_mix_replaces_data_train(warehouse: Path, tmp_path: Path) -> Non
     assert build_config(TrainConfig, to_plain(config), "saved") == config  # as a run saves it
 
 
-def test_prompts_that_are_all_too_long_cannot_be_skipped(
-    warehouse: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_are_all_too_long_cannot_be_skipped(warehouse: Path, said: Said) -> None:
     keys = ("limits.max_prompt_tokens=20", "data.overlong_prompt=skip")
-    assert train.main([str(warehouse), "run.name=bad-rows", *keys]) == 2
-    assert "skipped all 24" in " ".join(capsys.readouterr().err.split())
+    assert "skipped all 24" in " ".join(
+        said(train.main, warehouse, "run.name=bad-rows", *keys, status=2).split()
+    )
 
 
 def test_an_environment_that_rows_choose_must_exist(
-    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warehouse: Path, tmp_path: Path, said: Said
 ) -> None:
     row = {"question": "How many bolts are there?", "answer": 1240, "ability": "stock"}
     path = write_rows(tmp_path / "x.jsonl", [row, {**row, "env_id": "me/Warehose-v0"}])
     arguments = [str(warehouse), "run.name=bad-env", f"data.train={path}"]
-    assert train.main(arguments) == 2
-    assert "registered as 'me/Warehose-v0'" in capsys.readouterr().err
+    assert "registered as 'me/Warehose-v0'" in said(train.main, *arguments, status=2)
     write_rows(tmp_path / "x.jsonl", [row])
-    assert train.main([*arguments, "data.env_by.stock=me/None-v0"]) == 2
-    assert "data.env_by.stock: no environment" in capsys.readouterr().err
+    assert "data.env_by.stock: no environment" in said(
+        train.main, *arguments, "data.env_by.stock=me/None-v0", status=2
+    )
 
 
 def test_an_evaluation_reads_the_rows_of_a_run_as_the_run_did(

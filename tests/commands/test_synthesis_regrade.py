@@ -11,6 +11,7 @@ import pytest
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, synthesize
 from tests.commands.synthesizing import HINT, HINTS, arguments_of
+from tests.support.golden import Said
 from tests.support.json_files import write_rows
 from tests.support.warehouse import STOCK
 
@@ -71,14 +72,16 @@ def test_regraded_trajectories_are_sorted_again_without_requests(
 
 
 def test_an_unused_grader_and_an_unknown_set_are_refused(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, said: Said
 ) -> None:
     assert synthesize.main(arguments) == 0
     folder = tmp_path / "out" / "trajectories"
     before = (folder / "rows.jsonl").read_bytes()
     for name in ("", "sets.ask.tools."):
-        assert evaluate.main(["regrade", str(folder), f"{name}grader.kind=exact"]) == 2
-        assert "used by me/Warehouse-v0" in capsys.readouterr().err
-    assert evaluate.main(["regrade", str(folder), "sets.ask.grader.kind=exact"]) == 2
-    assert "['ask.direct', 'ask.hints', 'ask.tools']" in capsys.readouterr().err
+        assert "used by me/Warehouse-v0" in said(
+            evaluate.main, "regrade", folder, f"{name}grader.kind=exact", status=2
+        )
+    assert "['ask.direct', 'ask.hints', 'ask.tools']" in said(
+        evaluate.main, "regrade", folder, "sets.ask.grader.kind=exact", status=2
+    )
     assert (folder / "rows.jsonl").read_bytes() == before
