@@ -27,6 +27,7 @@ from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from tests.learners.threads import Meeting
+from tests.support.released import keys_of
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -41,16 +42,7 @@ def family(name: str) -> Callable[..., Any]:
 
 
 def config_of(name: str, shape: memory.ModelShape) -> Any:
-    return family(name)(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-    )
+    return family(name)(**keys_of(shape))
 
 
 @pytest.mark.parametrize("name", memory.KNOWN)
