@@ -224,12 +224,15 @@ def check_heads(num_heads: int, size: int) -> None:
 class Score(Struct, frozen=True):
     """Teacher-forced values of one sequence, an entry per predicted token.
 
-    logprobs and entropies in nats; matches: the token is the likeliest one.
+    logprobs and entropies in nats; matches: the token is the likeliest one. If requested,
+    the likeliest ids in its place and their log-probs, [top_k, tokens].
     """
 
     logprobs: list[float]
     entropies: list[float]
     matches: list[bool]
+    top_logprobs: list[list[float]] = []
+    top_ids: list[list[int]] = []
 
 
 # Metadata of a checkpoint, also for readers that do not load it.

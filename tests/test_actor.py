@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -43,6 +44,7 @@ def make_actor(
     script: Script = two_searches,
     limits: Limits | None = None,
     engine: dict[str, Any] | None = None,
+    make_env: Callable[[Task], Any] | None = None,
     **env: Any,
 ) -> Actor:
     tokenizer = CharTokenizer()
@@ -51,7 +53,7 @@ def make_actor(
             ScriptedConfig(max_model_len=9000, **(engine or {})), tokenizer, script=script
         ),
         TagRenderer(tokenizer),
-        lambda task: CountingEnv(task, **env),
+        make_env or (lambda task: CountingEnv(task, **env)),
         limits or Limits(),
         SamplingParams(max_tokens=1),
         seed=7,
@@ -218,10 +220,9 @@ class SlowToCopy(CountingEnv):
 
 
 def test_the_env_of_a_failed_branch_stays_open_until_its_fork_has_a_copy() -> None:
-    actor = make_actor(limits=Limits(max_failures=0, max_turn_retries=0))
+    actor = make_actor(limits=Limits(max_failures=0, max_turn_retries=0), make_env=SlowToCopy)
     config = ScriptedConfig(max_model_len=9000)
     actor.engine = FailingAfterTheWindow(config, CharTokenizer(), script=two_searches)
-    actor.make_env = SlowToCopy
     tree = rollout(actor, AlwaysFork(group_size=2))
     ends = {leaf.branch: leaf.end for leaf in tree.leaves()}
     assert ends == {"0": "failed", "0.1+1": "terminated"}

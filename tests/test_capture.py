@@ -46,6 +46,7 @@ from agentenv.rollout.program_conversation import ProgramConversation
 from agentenv.text.native import NativeRenderer
 from agentenv.text.renderer import TagRenderer
 from tests.support.chat_models import QWEN3, make_tokenizer
+from tests.support.polling import until
 from tests.support.programs import TOOLS, Client, Json, Program, ProgramEnv
 from tests.support.toy import CharTokenizer, CountingEnv
 from tests.test_endpoint import FINE, KEY, PATHS, damaged, name_of, request
@@ -137,8 +138,7 @@ async def loop(client: Client) -> float:
         for call in message.get("tool_calls", ()):
             calls += 1
             query = json.loads(call["function"]["arguments"])["query"]
-            result = {"role": "tool", "tool_call_id": call["id"], "content": f"{calls}:{query}"}
-            messages.append(result)
+            messages.append(result(f"{calls}:{query}", call["id"]))
         if not message.get("tool_calls"):
             return float(calls)
 
@@ -167,9 +167,7 @@ class ThreeTimes(CountingEnv):
 async def three_times(client: Client) -> float:
     messages: list[Json] = [{"role": "user", "content": client.task.question}]
     for number in range(1, 4):
-        messages.append(await client.ask(messages))
-        result = {"role": "tool", "tool_call_id": "x", "content": f"result {number}"}
-        messages.append(result)
+        messages += [await client.ask(messages), result(f"result {number}")]
     await client.ask(messages)
     return 4.0
 
@@ -249,21 +247,22 @@ def system(text: str) -> Json:
     return {"role": "system", "content": text}
 
 
-async def retry(client: Client) -> float:
+def result(content: Any, id: str = "x") -> Json:
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+async def retry(client: Client) -> None:
     await client.abandon([user("one")], ProgramEnv.last)
     await client.ask([user("one")])
-    return 1.0
 
 
-async def votes(client: Client) -> float:
+async def votes(client: Client) -> None:
     for _ in range(3):
         await client.ask([user("one")])
-    return 1.0
 
 
-async def parallel(client: Client) -> float:
+async def parallel(client: Client) -> None:
     await asyncio.gather(client.ask([user("one")]), client.ask([user("two")]))
-    return 1.0
 
 
 async def delegated(client: Client) -> Json:
@@ -271,62 +270,53 @@ async def delegated(client: Client) -> Json:
     messages = [system("planner"), user("plan it")]
     messages.append(await client.ask(messages))
     worker = await client.ask([system("worker"), user("work")])
-    messages.append({"role": "tool", "tool_call_id": "x", "content": worker["content"]})
+    messages.append(result(worker["content"]))
     return await client.ask(messages)
 
 
-async def sub_agent(client: Client) -> float:
+async def sub_agent(client: Client) -> None:
     await delegated(client)
-    return 1.0
 
 
-async def compaction(client: Client) -> float:
+async def compaction(client: Client) -> None:
     messages = [system("agent"), user("a long task")]
-    messages.append(await client.ask(messages))
-    messages.append({"role": "tool", "tool_call_id": "x", "content": "a long result"})
+    messages += [await client.ask(messages), result("a long result")]
     messages.append(await client.ask(messages))
     summary = messages[-1]["content"]
     await client.ask([system("agent"), user(f"so far: {summary}")])
-    return 1.0
 
 
-async def compaction_not_used(client: Client) -> float:
+async def compaction_not_used(client: Client) -> None:
     """It requests a summary and continues without it."""
     messages = [system("agent"), user("a long task")]
     messages.append(await client.ask(messages))
-    result = {"role": "tool", "tool_call_id": "x", "content": "a long result"}
-    await client.ask([*messages, {"role": "tool", "tool_call_id": "y", "content": "sum it up"}])
-    await client.ask([*messages, result])
-    return 1.0
+    await client.ask([*messages, result("sum it up", "y")])
+    await client.ask([*messages, result("a long result")])
 
 
-async def compaction_apart_not_used(client: Client) -> float:
+async def compaction_apart_not_used(client: Client) -> None:
     """The summary is requested in a separate context and not used."""
     messages = [system("agent"), user("a long task")]
     messages.append(await client.ask(messages))
     quoted = messages[-1]["content"]
     await client.ask([system("agent"), user(f"sum up: {quoted}")])
-    messages.append({"role": "tool", "tool_call_id": "x", "content": "a long result"})
+    messages.append(result("a long result"))
     await client.ask(messages)
-    return 1.0
 
 
-async def growing(client: Client) -> float:
+async def growing(client: Client) -> None:
     """One conversation in one message of the user, as of DSPy."""
     for steps in range(3):
         await client.ask([system("agent"), user(f"a task{', a step' * steps}. Go on.")])
-    return 1.0
 
 
-def altering(change: Callable[[Json], Json], *, calls: bool = False) -> Program:
+def altering(change: Callable[[Json], Json]) -> Program:
     """Returns the first turn changed."""
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         messages = [user("one")]
         message = await client.ask(messages)
-        result = {"role": "tool", "tool_call_id": "x", "content": "ok"}
-        await client.ask([*messages, change(message), result])
-        return 1.0
+        await client.ask([*messages, change(message), result("ok")])
 
     return program
 
@@ -389,15 +379,13 @@ def test_arguments_are_served_as_the_client_writes_json(
 ) -> None:
     """A client reads the arguments, and writes them again: in JavaScript without blanks."""
 
-    async def program(http: Client) -> float:
+    async def program(http: Client) -> None:
         http.headers |= client
         message = await http.ask([user("one")])
         (call,) = message["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
         again = json.dumps(arguments, separators=None if blanks else (",", ":"))
-        result = {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
-        await http.ask([user("one"), with_arguments(message, again), result])
-        return 1.0
+        await http.ask([user("one"), with_arguments(message, again), result("ok", call["id"])])
 
     tree = captured(program, calling)
     assert [node.parent for node in tree.nodes] == [None, 0, 1]
@@ -408,8 +396,7 @@ def test_thoughts_in_the_text_are_restored_if_a_program_drops_them() -> None:
     class InText(ProgramEnv):
         thoughts = "text"
 
-    program = altering(ALTERED["thoughts_dropped"])
-    tree = grown(lambda task: InText(task, program), calling)
+    tree = captured(altering(ALTERED["thoughts_dropped"]), calling, InText)
     assert [node.parent for node in tree.nodes] == [None, 0, 1]
     assert places(tree) == places(captured(altering(lambda message: message), calling))
 
@@ -492,12 +479,10 @@ def test_a_fork_in_one_context_is_a_fork_of_the_leaf() -> None:
 def test_a_replay_that_differs_refuses_the_fork_and_names_the_difference() -> None:
     times = iter(range(100))
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         messages = [user("one"), user(f"Ticket {next(times)} of it")]
-        messages.append(await client.ask(messages))
-        messages.append({"role": "tool", "tool_call_id": "x", "content": "ok"})
+        messages += [await client.ask(messages), result("ok")]
         await client.ask(messages)
-        return 1.0
 
     tree = captured(program, said, plan=ForkOnce(8), max_failures=0)
     errors = [leaf.error or "" for leaf in tree.failures()]
@@ -534,18 +519,16 @@ def test_messages_without_calls_are_altered_by_their_own_causes() -> None:
 QUESTIONS = [[user("vote")]] * 3 + [[user("vote"), user(f"critic {n}")] for n in range(2)]
 
 
-async def in_turn(client: Client) -> float:
+async def in_turn(client: Client) -> None:
     for messages in QUESTIONS:
         await client.ask(messages)
-    return 1.0
 
 
-async def at_once(client: Client) -> float:
+async def at_once(client: Client) -> None:
     await asyncio.gather(*map(client.ask, QUESTIONS))
-    return 1.0
 
 
-async def in_threads(client: Client) -> float:
+async def in_threads(client: Client) -> None:
     def ask(messages: list[Json]) -> None:
         body = {"model": "policy", "messages": messages, "tools": TOOLS}
         headers = {**client.headers, "Content-Type": "application/json"}
@@ -556,13 +539,11 @@ async def in_threads(client: Client) -> float:
     with ThreadPoolExecutor(5) as threads:
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(threads, ask, one) for one in QUESTIONS))
-    return 1.0
 
 
-async def in_choices(client: Client) -> float:
+async def in_choices(client: Client) -> None:
     await client.ask(QUESTIONS[0], n=3)
     await asyncio.gather(*map(client.ask, QUESTIONS[3:]))
-    return 1.0
 
 
 @pytest.mark.parametrize("program", [in_turn, at_once, in_threads, in_choices])
@@ -582,42 +563,34 @@ Discarding = type("Discarding", (ProgramEnv,), {"discards": True})  # abandoned 
 VOTE = [user("vote")]
 
 
-def result(text: str) -> Json:
-    return {"role": "tool", "tool_call_id": "x", "content": text}
-
-
-async def goes_on(client: Client, *, at_once: bool = False) -> float:
+async def goes_on(client: Client, *, at_once: bool = False) -> None:
     asked = [client.ask(VOTE) for _ in range(3)]
     votes = await asyncio.gather(*asked) if at_once else [await one for one in asked]
     await client.ask([*VOTE, votes[1], result("ok")])
-    return 1.0
 
 
-async def takes_back(client: Client) -> float:
+async def takes_back(client: Client) -> None:
     before = [*VOTE, await client.ask(VOTE)]
     await client.ask([*before, result("bad")])
     before.append(result("good"))
     await client.ask([*before, await client.ask(before), result("go on")])
-    return 1.0
 
 
-async def drops_thoughts(client: Client) -> float:
+async def drops_thoughts(client: Client) -> None:
     """Some of its turns have none."""
     messages = [*VOTE]
     for number in range(4):
         message = await client.ask(messages)
         messages += [{"role": "assistant", "content": message["content"]}, result(f"{number}")]
-    return 1.0
 
 
-async def asks_others(client: Client) -> float:
+async def asks_others(client: Client) -> None:
     """Whose answers are quoted, or used outside of calls."""
     shown = [user("example"), {"role": "assistant", "content": "an answer"}]
     one, two = [*shown, result("one")], [*shown, result("two")]
     answers = await asyncio.gather(client.ask(one), client.ask(two))
     await client.ask([*two, answers[1], result("go on")])
     await client.ask([*VOTE, user(answers[0]["content"])])
-    return 1.0
 
 
 def half_thought(prompt: str, rng: Random) -> str:
@@ -642,7 +615,7 @@ def test_an_answer_is_abandoned_where_another_one_takes_its_place(program: Progr
 
 
 def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         client.headers["Idempotency-Key"] = "one"
         await client.abandon([user("one")], ProgramEnv.last)
         first = await client.ask([user("one")])
@@ -652,7 +625,6 @@ def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
         assert not session.take_lost()
         with pytest.raises(EnvError, match="another call"):
             await client.ask([user("two")])
-        return 1.0
 
     tree = captured(program, said, Counting, tokens_per_s=100.0)
     (leaf,) = tree.leaves()
@@ -661,12 +633,10 @@ def test_a_repeated_key_of_idempotency_gets_the_stored_answer() -> None:
 
 
 def test_a_lost_last_answer_is_not_trained() -> None:
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         await client.ask([user("one")])
         await client.abandon([user("two")], ProgramEnv.last)
-        while len(ProgramEnv.last.handed) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        return 1.0
+        await until(lambda: len(ProgramEnv.last.handed) == 2)
 
     tree = captured(program, said, tokens_per_s=100.0)
     (leaf,) = tree.leaves()
@@ -677,11 +647,10 @@ def test_a_lost_last_answer_is_not_trained() -> None:
 def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> None:
     """Also parts that are no text, and a result that answers no call."""
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         form = {"type": "json_object"}
-        image = {"role": "tool", "tool_call_id": "x", "content": [{"type": "image_url"}]}
+        image = result([{"type": "image_url"}])
         await client.ask([user("one"), image], response_format=form, presence_penalty=1, user="me")
-        return 1.0
 
     for text, invalid in (("{}", 0), ("no", 1)):
         (leaf,) = captured(program, lambda prompt, rng: text).leaves()  # noqa: B023
@@ -695,13 +664,12 @@ def test_replies_of_another_form_are_counted_and_keys_without_an_effect() -> Non
 def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
     """Also a fork, whose program repeats its calls."""
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         messages = [user("one")]
         for _ in range(3):
             with pytest.raises(EnvError, match="logprobs is not"):
                 await client.ask(messages, logprobs=True)
             messages += [await client.ask(messages, user="me"), result("ok")]
-        return 1.0
 
     tree = captured(program, said, Counting, plan=Forks(2))
     shown = {"ignored/user": 3, "refused/unsupported_value/logprobs": 3, "ignored/tool_call_id": 2}
@@ -710,7 +678,7 @@ def test_each_trajectory_shows_its_refused_and_ignored_keys_once() -> None:
 
 
 def test_tokens_of_a_branch_are_counted() -> None:
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         url = client.url.replace("chat/completions", "messages/count_tokens")
         message = await client.ask([user("one " * 100)])
         known = [user("one " * 100), message]
@@ -719,7 +687,6 @@ def test_tokens_of_a_branch_are_counted() -> None:
             async with client.http.post(url, json=body, headers=client.headers) as response:
                 counted = (await response.json())["input_tokens"]
             assert low < counted < 1000
-        return 1.0
 
     assert captured(program, said).leaves()[0].end == "terminated"
 
@@ -728,7 +695,7 @@ def test_concurrent_calls_are_replayed_in_any_order() -> None:
     """Each call gets its own reply, and its continuation extends the right turn, to the token."""
     runs = iter(range(100))
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         one, two = [system("planner"), user("one")], [system("worker"), user("two")]
         asked = [one, two] if next(runs) % 2 == 0 else [two, one]
         first = asyncio.ensure_future(client.ask(asked[0]))
@@ -737,10 +704,8 @@ def test_concurrent_calls_are_replayed_in_any_order() -> None:
         found = [await first, second]
         if asked[0] is two:
             found.reverse()
-        result = {"role": "tool", "tool_call_id": "x", "content": found[1]["content"]}
-        await client.ask([*one, found[0], result])
-        await client.ask([*two, found[1], result])
-        return 1.0
+        await client.ask([*one, found[0], result(found[1]["content"])])
+        await client.ask([*two, found[1], result(found[1]["content"])])
 
     def grow(turns: int) -> TrajectoryTree:
         nonlocal runs
@@ -758,7 +723,7 @@ def test_concurrent_calls_are_replayed_in_the_order_of_their_answers() -> None:
     """The program notes which answer came first."""
     runs = iter(range(100))
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         came: list[str] = []
 
         async def work(name: str, after_s: float) -> None:
@@ -769,10 +734,8 @@ def test_concurrent_calls_are_replayed_in_the_order_of_their_answers() -> None:
         first_s = 0.0 if next(runs) == 0 else 0.1
         await asyncio.gather(work("one", first_s), work("two", 0.05))
         messages: list[Json] = [user(" ".join(came))]
-        messages += [await client.ask(messages)]
-        messages += [{"role": "tool", "tool_call_id": "x", "content": "result"}]
+        messages += [await client.ask(messages), result("result")]
         await client.ask(messages)
-        return 1.0
 
     tree = captured(program, said, plan=Forks(2), tokens_per_s=300)
     assert not tree.failures(), tree.failures()[0].error
@@ -782,16 +745,14 @@ def test_concurrent_calls_are_replayed_in_the_order_of_their_answers() -> None:
 def test_a_call_that_overtakes_a_replayed_one_is_no_difference() -> None:
     runs = iter(range(100))
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         async def work(name: str, after_s: float) -> None:
             await asyncio.sleep(after_s)
             messages: list[Json] = [system(name), user("Go.")]
-            messages += [await client.ask(messages)]
-            messages += [{"role": "tool", "tool_call_id": "x", "content": "result"}]
+            messages += [await client.ask(messages), result("result")]
             await client.ask(messages)
 
         await asyncio.gather(work("one", 0.05), work("two", 0.3 if next(runs) == 0 else 0.0))
-        return 1.0
 
     tree = captured(program, said, plan=Forks(2))
     assert not tree.failures(), tree.failures()[0].error
@@ -816,8 +777,7 @@ def test_an_altered_context_can_be_forked() -> None:
             for number in range(2):
                 message = await client.ask(messages)
                 message["content"] += " "
-                result = {"role": role, "tool_call_id": "x", "content": f"result {number}"}
-                messages += [message, result]
+                messages += [message, {**result(f"result {number}"), "role": role}]
             last = await client.ask(messages)
             return float(last["content"].split()[2]) % 7
 
@@ -835,16 +795,15 @@ def test_an_altered_context_can_be_forked() -> None:
 def test_stop_strings_and_token_limits_of_a_program_are_applied() -> None:
     """The turn is sent back as it was served."""
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         messages = [user("one")]
         first = await client.ask(messages, stop=["number"])
         assert first["content"] == "answer"
-        messages += [first, {"role": "tool", "tool_call_id": "x", "content": "ok"}]
+        messages += [first, result("ok")]
         second = await client.ask(messages, max_tokens=4)
         assert second["content"] == "answ"[:4]
-        messages += [second, {"role": "tool", "tool_call_id": "x", "content": "go on"}]
+        messages += [second, result("go on")]
         await client.ask(messages)
-        return 1.0
 
     tree = captured(program, said)
     assert not tree.failures()
@@ -901,13 +860,12 @@ ODD_TOOLS: list[Any] = [
 
 
 def test_a_schema_that_no_renderer_could_read_is_refused() -> None:
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         for schema in ODD_TOOLS:
             tools = [{"type": "function", "function": {"name": "odd", "parameters": schema}}]
             with pytest.raises(EnvError, match=r"expected|got"):
                 await client.ask([user("one")], tools)
         await client.ask([user("one")])
-        return 1.0
 
     (leaf,) = captured(program, said, Counting).leaves()
     assert leaf.end == "terminated"
@@ -926,7 +884,7 @@ def test_a_body_that_cannot_be_read_and_an_unknown_route_are_refused_calls() -> 
     large = gzip.compress(b" " * 10**8)
     bodies = {"gzip": large, "deflate": b"damaged", "br": b"{}", "zstd": b"{}"}
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         for coding, body in bodies.items():
             headers = {**client.headers, "Content-Encoding": coding, "Connection": "close"}
             await client.http.post(client.url, data=body, headers=headers)
@@ -934,7 +892,6 @@ def test_a_body_that_cannot_be_read_and_an_unknown_route_are_refused_calls() -> 
         lost = await client.http.post(other, json={}, headers=client.headers)
         assert lost.headers["x-should-retry"] == "false"
         await client.ask([user("one")])
-        return 1.0
 
     counts = captured(program, said, Counting).leaves()[0].info["endpoint"]
     refused = {name: count for name, count in counts.items() if name.startswith("refused/")}
@@ -950,14 +907,13 @@ def test_a_program_goes_on_after_an_empty_turn(thought: str) -> None:
     def says(prompt: str, rng: Random) -> str:
         return "there" if prompt.count("<|im_start|>user") > 1 else thought
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         messages = [user("one")]
         for _ in range(2):
             messages.append(await client.ask(messages, tools=None))
         assert [one["content"] for one in messages[1:]] == ["", "there"]
         messages.append(user("two"))
         await client.ask(messages, tools=None)
-        return 1.0
 
     (leaf,) = (tree := captured(program, says, tokenizer=make_tokenizer(QWEN3))).leaves()
     assert (leaf.end, leaf.error, len(tree.path(leaf))) == ("terminated", None, 4)
@@ -968,9 +924,8 @@ def test_a_program_goes_on_after_an_empty_turn(thought: str) -> None:
 def test_a_participant_and_the_description_of_a_namespace_are_counted() -> None:
     tools = [{"type": "namespace", "name": "n", "description": "d", "tools": TOOLS}]
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         await client.ask([{**user("one"), "name": "Ann"}], tools=tools)
-        return 1.0
 
     counts = captured(program, said).leaves()[0].info["endpoint"]
     assert {"ignored/message.name", "ignored/tools.namespace.description"} <= counts.keys()
@@ -987,12 +942,11 @@ def test_results_stand_in_the_order_of_their_calls() -> None:
 def test_a_call_that_cannot_be_rendered_fails_its_own_trajectory() -> None:
     """The run continues after any request of the program."""
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         function = {"name": "search", "arguments": '{"query": "x"}'}
         calls = [{"id": f"{n}", "type": "function", "function": function} for n in range(2)]
         invented = {"role": "assistant", "content": "", "tool_calls": calls}
         await client.ask([user("one"), invented, user("two")])
-        return 1.0
 
     tree = captured(program, said, tokenizer=make_tokenizer(QWEN3), max_failures=0)
     (leaf,) = tree.leaves()
@@ -1017,14 +971,12 @@ def test_a_message_of_the_system_may_stand_anywhere(protocol: str, order: str) -
         prompts.append(prompt)
         return "fine"
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         messages: list[Json] = []
         for group in order.split(" a"):
             for sign in group:
-                text = f"text-{len(messages)}-"
-                messages.append({"role": roles[sign], "tool_call_id": "x", "content": text})
+                messages.append({**result(f"text-{len(messages)}-"), "role": roles[sign]})
             messages.append(await client.ask(messages))
-        return 1.0
 
     tree = captured(program, keeping, tokenizer=tokenizer, renderer=renderer)
     assert not tree.failures(), tree.failures()[0].error
@@ -1039,7 +991,7 @@ def test_damaged_calls_of_programs_raise_the_right_error(protocol: str) -> None:
     tokenizer, seen, rng = make_tokenizer(QWEN3), Counter[str](), Random(5)
     renderer = NativeRenderer(tokenizer) if protocol == "native" else None
 
-    async def program(client: Client) -> float:
+    async def program(client: Client) -> None:
         whole = request("chat")
         for _ in range(10):
             path, data, key, allowed = damaged("chat", rng, whole)
@@ -1055,10 +1007,8 @@ def test_damaged_calls_of_programs_raise_the_right_error(protocol: str) -> None:
             seen[name] += 1
             if status == 200 and reply.startswith(b"{") and rng.random() < 0.5:
                 message = json.loads(reply)["choices"][0]["message"]
-                result = {"role": "tool", "tool_call_id": "x", "content": "ok"}
-                whole["messages"] = [*whole["messages"], message, result]
+                whole["messages"] = [*whole["messages"], message, result("ok")]
         await client.ask([user("the end")])
-        return 1.0
 
     for _ in range(100):
         tree = captured(

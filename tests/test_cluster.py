@@ -26,12 +26,12 @@ from agentenv.processes.link import PREFIX_BYTES, Link, frame_of
 from agentenv.processes.worker_group import BEAT_S, NUM_LOSSES, NUM_TRIALS, Left
 from agentenv.rollout.actor import Actor
 from agentenv.rollout.actor_parts import ActorParts
-from agentenv.rollout.journal import Journal
 from agentenv.training.workers.rollout_worker import RolloutWorker
 from tests.support.links import connected, linked
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK, AlwaysFork, make_actor
+from tests.test_journal import journal
 
 T = TypeVar("T")
 PLAN = AlwaysFork(group_size=4)
@@ -75,6 +75,8 @@ class Cluster:
         await self.workers.close()
         await asyncio.gather(*self._serving.values(), return_exceptions=True)
         await asyncio.gather(*self._joined.values())
+        if self.workers.journal is not None:
+            await self.workers.journal.close()
 
     async def rollout(self, index: int, task: Task = TASK) -> TrajectoryTree:
         return await self.workers.rollout(task, index=index)
@@ -299,20 +301,15 @@ def test_without_workers_rollouts_end() -> None:
 
 
 def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Path) -> None:
-    def journal() -> Journal:
-        return Journal(tmp_path, settings="s", incarnation=1)
-
     async def work(cluster: Cluster) -> list[TrajectoryTree]:
-        cluster.workers.journal = journal()
+        cluster.workers.journal = journal(tmp_path)
         rollouts = [asyncio.create_task(cluster.rollout(index)) for index in range(3)]
         await asyncio.sleep(2.0)
         await cluster.kill("a")
-        trees = await asyncio.gather(*rollouts)
-        await cluster.workers.journal.close()
-        return trees
+        return await asyncio.gather(*rollouts)
 
     async def read() -> list[TrajectoryTree]:
-        again = journal()
+        again = journal(tmp_path)
         found = [again.earlier.read(index, TASK) for index in range(3)]
         assert all(one is not None and one.is_finished for one in found)
         await again.close()
@@ -322,11 +319,8 @@ def test_the_journal_of_the_controller_has_the_trees_of_all_workers(tmp_path: Pa
 
 
 def test_a_tree_begun_by_an_earlier_process_resumes_in_a_worker(tmp_path: Path) -> None:
-    def journal() -> Journal:
-        return Journal(tmp_path, settings="s", incarnation=1)
-
     async def begin() -> None:
-        first = journal()
+        first = journal(tmp_path)
         rollout = make_actor(latency_s=1.0).rollout(TASK, PLAN, index=0, record=first.record(0))
         task = asyncio.create_task(rollout)
         await asyncio.sleep(12.0)
@@ -335,13 +329,11 @@ def test_a_tree_begun_by_an_earlier_process_resumes_in_a_worker(tmp_path: Path) 
         await first.close()
 
     async def go_on(cluster: Cluster) -> TrajectoryTree:
-        again = cluster.workers.journal = journal()
+        again = cluster.workers.journal = journal(tmp_path)
         recorded = again.earlier.read(0, TASK)
         assert recorded is not None
         assert len(recorded.tree.nodes) > 1
-        tree = await cluster.workers.rollout(TASK, index=0, recorded=recorded)
-        await again.close()
-        return tree
+        return await cluster.workers.rollout(TASK, index=0, recorded=recorded)
 
     run_virtual(begin())
     assert grown(clustered(go_on, latency_s=1.0)) == grown(alone(0, latency_s=1.0))
@@ -449,28 +441,36 @@ async def test_a_cancelled_call_loses_no_part_of_a_frame(received: int) -> None:
     assert await link.receive() == b"whole"
 
 
+class Writer:
+    """Keeps the data written."""
+
+    transport = SimpleNamespace(is_closing=lambda: False)
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+
 async def test_frames_in_quick_succession_are_sent_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first at once, the others as soon as the time is over in which they are gathered."""
     monkeypatch.setattr("agentenv.processes.link.GATHER_S", 0.3)
-    written: list[int] = []
-
-    class Writer:
-        transport = SimpleNamespace(is_closing=lambda: False)
-
-        def write(self, data: bytes) -> None:
-            written.append(len(data) // (PREFIX_BYTES + 1))
-
     writer: Any = Writer()
+
+    def written() -> list[int]:
+        return [len(data) // (PREFIX_BYTES + 1) for data in writer.written]
+
     link = Link(asyncio.StreamReader(), writer)
     for _ in range(100):
         link.send(b"x")
         await asyncio.sleep(0)
-    assert written == [1]
+    assert written() == [1]
     await asyncio.sleep(0.4)
-    assert written == [1, 99]
+    assert written() == [1, 99]
 
     link.send(b"x")
     link.flush()  # an urgent frame is flushed
-    assert written == [1, 99, 1]
+    assert written() == [1, 99, 1]

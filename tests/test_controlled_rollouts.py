@@ -38,8 +38,7 @@ def one_quick_env() -> Callable[[Task], CountingEnv]:
 
 
 def test_a_cancelled_rollout_fails_as_cancelled_and_forms_no_group() -> None:
-    actor = make_actor()
-    actor.make_env = one_quick_env()
+    actor = make_actor(make_env=one_quick_env())
 
     async def cancel() -> None:
         await asyncio.sleep(50.0)

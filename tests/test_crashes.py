@@ -140,8 +140,7 @@ def test_a_bug_fails_its_rollouts_and_is_logged_once(
     case: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_env, text = CASES[case]
-    actor = make_actor(limits=MANY)
-    actor.make_env = make_env
+    actor = make_actor(limits=MANY, make_env=make_env)
     tree = rollout(actor, Independent(2))
     assert (number := len(tree.failures())) == 2 + MANY.max_failures
     assert [line.partition(" x ")[0] for line in actor.failures.log.lines()] == [str(number)]
@@ -154,8 +153,7 @@ def test_a_bug_fails_its_rollouts_and_is_logged_once(
 
 
 def test_an_env_that_cannot_be_closed_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    actor = make_actor(limits=MANY)
-    actor.make_env = broken("close", boom)
+    actor = make_actor(limits=MANY, make_env=broken("close", boom))
     tree = rollout(actor, Independent(2))
     assert not tree.failures()
     assert "closing an env" in caplog.text

@@ -7,7 +7,7 @@ import asyncio
 import copy
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any, NamedTuple
@@ -78,12 +78,10 @@ async def serving(
     await server.close()
 
 
-def run(work: Callable[[Client], Awaitable[None]], **more: Any) -> None:
-    async def whole() -> None:
-        async with serving(**more) as client:
-            await work(client)
-
-    asyncio.run(whole())
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    async with serving() as one:
+        yield one
 
 
 def request(api: str, *, stream: bool = False) -> Json:
@@ -148,18 +146,15 @@ ENDS = {"chat": ("tool_calls", "stop"), "responses": ("completed", "completed"),
 
 @pytest.mark.parametrize("protocol", ["native", "tags"])
 @pytest.mark.parametrize("api", PATHS)
-def test_a_call_and_its_result(api: str, protocol: str) -> None:
-    async def work(client: Client) -> None:
+async def test_a_call_and_its_result(api: str, protocol: str) -> None:
+    tags = TagRenderer(make_tokenizer(QWEN3), tools_in_prompt="all")
+    async with serving(tags if protocol == "tags" else None) as client:
         body = request(api)
         first = await client.ask(PATHS[api], body)
         look = [("search", {"query": "lima"})]
         assert parts(api, first) == ("look", "I look.", look, ENDS[api][0])
         second = await client.ask(PATHS[api], answered(api, body, first))
         assert parts(api, second) == ("seen", "The answer is é 42.", [], ENDS[api][1])
-
-    tokenizer = make_tokenizer(QWEN3)
-    tags = TagRenderer(tokenizer, tools_in_prompt="all")
-    run(work, renderer=tags if protocol == "tags" else NativeRenderer(tokenizer))
 
 
 def events(data: bytes) -> Iterator[Json]:
@@ -195,22 +190,19 @@ def joined(api: str, data: bytes) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("api", PATHS)
-def test_a_stream_adds_up_to_the_reply(api: str) -> None:
-    async def work(client: Client) -> None:
-        body = request(api)
-        first = await client.ask(PATHS[api], body)
-        status, data = await client.post(PATHS[api], request(api, stream=True))
-        assert status == 200
-        assert joined(api, data) == ("look", "I look.", '{"query": "lima"}')
-        going_on = answered(api, body, first) | {"stream": True}
-        _, data = await client.post(PATHS[api], going_on)
-        assert joined(api, data) == ("seen", "The answer is é 42.", "")
-        assert (data.endswith(b"data: [DONE]\n\n")) == (api == "chat")
-
-    run(work)
+async def test_a_stream_adds_up_to_the_reply(client: Client, api: str) -> None:
+    body = request(api)
+    first = await client.ask(PATHS[api], body)
+    status, data = await client.post(PATHS[api], request(api, stream=True))
+    assert status == 200
+    assert joined(api, data) == ("look", "I look.", '{"query": "lima"}')
+    going_on = answered(api, body, first) | {"stream": True}
+    _, data = await client.post(PATHS[api], going_on)
+    assert joined(api, data) == ("seen", "The answer is é 42.", "")
+    assert (data.endswith(b"data: [DONE]\n\n")) == (api == "chat")
 
 
-def test_an_unchanged_conversation_keeps_its_tokens() -> None:
+async def test_an_unchanged_conversation_keeps_its_tokens() -> None:
     """A turn whose text other tokens could also spell is not encoded again."""
     prompts: list[str] = []
 
@@ -218,7 +210,7 @@ def test_an_unchanged_conversation_keeps_its_tokens() -> None:
         prompts.append(prompt)
         return "<think>\n\n x \n</think>\n\n\n  said  "
 
-    async def work(client: Client) -> None:
+    async with serving(script=spelled) as client:
         messages: list[Json] = [{"role": "user", "content": "one"}]
         for number in range(3):
             body = {"model": "policy", "messages": messages}
@@ -232,29 +224,24 @@ def test_an_unchanged_conversation_keeps_its_tokens() -> None:
         await client.ask(PATHS["chat"], {"model": "policy", "messages": trimmed})
         assert "  said" not in prompts[3], "an altered one is rendered"
 
-    run(work, script=spelled)
 
-
-def test_choices_stops_limits_and_logprobs() -> None:
-    async def work(client: Client) -> None:
-        path, body = PATHS["chat"], {**request("chat"), "tools": []}
-        found = await client.ask(path, {**body, "n": 3, "seed": 1, "logprobs": True})
-        assert [one["index"] for one in found["choices"]] == [0, 1, 2]
-        tokens = found["choices"][0]["logprobs"]["content"]
-        assert len(tokens) * 3 == found["usage"]["completion_tokens"]
-        assert "".join(one["token"] for one in tokens).endswith("<|im_end|>")
-        found = await client.ask(path, {**body, "stop": ["look."]})
-        assert found["choices"][0]["message"]["content"] == "I"
-        assert found["choices"][0]["stop_reason"] == "look."
-        found = await client.ask(path, {**body, "max_tokens": 3})
-        assert found["choices"][0]["finish_reason"] == "length"
-        stopped = {**request("anthropic"), "stop_sequences": ["look."], "tools": []}
-        found = await client.ask(PATHS["anthropic"], stopped)
-        assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "look.")
-        found = await client.ask(f"{PATHS['anthropic']}/count_tokens", request("anthropic"))
-        assert found["input_tokens"] > 10
-
-    run(work)
+async def test_choices_stops_limits_and_logprobs(client: Client) -> None:
+    path, body = PATHS["chat"], {**request("chat"), "tools": []}
+    found = await client.ask(path, {**body, "n": 3, "seed": 1, "logprobs": True})
+    assert [one["index"] for one in found["choices"]] == [0, 1, 2]
+    tokens = found["choices"][0]["logprobs"]["content"]
+    assert len(tokens) * 3 == found["usage"]["completion_tokens"]
+    assert "".join(one["token"] for one in tokens).endswith("<|im_end|>")
+    found = await client.ask(path, {**body, "stop": ["look."]})
+    assert found["choices"][0]["message"]["content"] == "I"
+    assert found["choices"][0]["stop_reason"] == "look."
+    found = await client.ask(path, {**body, "max_tokens": 3})
+    assert found["choices"][0]["finish_reason"] == "length"
+    stopped = {**request("anthropic"), "stop_sequences": ["look."], "tools": []}
+    found = await client.ask(PATHS["anthropic"], stopped)
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "look.")
+    found = await client.ask(f"{PATHS['anthropic']}/count_tokens", request("anthropic"))
+    assert found["input_tokens"] > 10
 
 
 class Failing(ScriptedEngine):
@@ -283,8 +270,8 @@ FAILURES = {"engine": EngineError("it failed"), "engine_dead": EngineDeadError("
 
 @pytest.mark.parametrize("api", PATHS)
 @pytest.mark.parametrize("name", FAILURES)
-def test_an_engine_error_is_named_in_a_reply_and_in_a_stream(name: str, api: str) -> None:
-    async def work(client: Client) -> None:
+async def test_an_engine_error_is_named_in_a_reply_and_in_a_stream(name: str, api: str) -> None:
+    async with serving(engine=Failing) as client:
         Failing.error, Failing.over = FAILURES[name], asyncio.Event()
         status, data = await client.post(PATHS[api], request(api))
         assert (status, name_of(api, PATHS[api], status, data)) == (ERRORS[name][0], name)
@@ -296,18 +283,14 @@ def test_an_engine_error_is_named_in_a_reply_and_in_a_stream(name: str, api: str
         assert said["message"] == str(FAILURES[name])
         assert ERRORS[name][kind] in (said.get("code"), said.get("type"))
 
-    run(work, engine=Failing)
 
-
-def test_a_client_that_disconnects_stops_its_turn() -> None:
-    async def work(client: Client) -> None:
+async def test_a_client_that_disconnects_stops_its_turn() -> None:
+    async with serving(engine=Failing) as client:
         Failing.error, Failing.begun, Failing.over = None, asyncio.Event(), asyncio.Event()
         asking = asyncio.create_task(client.post(PATHS["chat"], request("chat")))
         await Failing.begun.wait()
         asking.cancel()
         await Failing.over.wait()
-
-    run(work, engine=Failing)
 
 
 # Damage. Each kind lists the allowed errors of a request; no other status may occur.
@@ -380,27 +363,24 @@ def name_of(api: str, path: str, status: int, data: bytes) -> str:
 NUM_DAMAGED = 3000
 
 
-def test_a_damaged_request_is_answered_with_the_right_error() -> None:
-    async def work(client: Client) -> None:
-        rng, seen = Random(3), Counter[str]()
-        wholes = {}
-        for api in PATHS:
-            body = request(api)
-            first = await client.ask(PATHS[api], body)
-            wholes[api] = [body, answered(api, body, first)]
-        for number in range(NUM_DAMAGED):
-            api = rng.choice(list(PATHS))
-            path, data, key, allowed = damaged(api, rng, rng.choice(wholes[api]))
-            try:
-                status, reply = await client.post(path, data, key)
-            except ValueError:  # a key that no header takes
-                continue
-            name = name_of(api, path, status, reply)
-            assert set(name.split("|")) & allowed, (number, api, data, status, reply)
-            seen[name] += 1
-        assert seen[FINE] > 100
-        assert len(seen) >= 5
-        for api in PATHS:  # and the server continues
-            await client.ask(PATHS[api], request(api))
-
-    run(work)
+async def test_a_damaged_request_is_answered_with_the_right_error(client: Client) -> None:
+    rng, seen = Random(3), Counter[str]()
+    wholes = {}
+    for api in PATHS:
+        body = request(api)
+        first = await client.ask(PATHS[api], body)
+        wholes[api] = [body, answered(api, body, first)]
+    for number in range(NUM_DAMAGED):
+        api = rng.choice(list(PATHS))
+        path, data, key, allowed = damaged(api, rng, rng.choice(wholes[api]))
+        try:
+            status, reply = await client.post(path, data, key)
+        except ValueError:  # a key that no header takes
+            continue
+        name = name_of(api, path, status, reply)
+        assert set(name.split("|")) & allowed, (number, api, data, status, reply)
+        seen[name] += 1
+    assert seen[FINE] > 100
+    assert len(seen) >= 5
+    for api in PATHS:  # and the server continues
+        await client.ask(PATHS[api], request(api))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from random import Random
 from typing import Any, ClassVar
 
@@ -22,10 +22,8 @@ from openai.types.responses import response_create_params
 from agentenv.endpoint.messages import KEYS, read_body
 from agentenv.endpoint.structured import fits
 from agentenv.engines.scripted import ScriptedEngine
-from agentenv.text.native import NativeRenderer
-from tests.support.chat_models import QWEN3, make_tokenizer
 from tests.support.sources import ROOT
-from tests.test_endpoint import KEY, PATHS, SCHEMA, Json, parts, serving
+from tests.test_endpoint import KEY, PATHS, SCHEMA, Client, Json, parts, serving
 
 DATA: Json = json.loads((ROOT / "tests" / "fixtures" / "endpoint.json").read_text())
 
@@ -157,6 +155,17 @@ class Seen:
         return self.turns.pop() if self.turns else "The end."
 
 
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+@pytest.fixture
+async def client(seen: Seen) -> AsyncIterator[Client]:
+    async with serving(script=seen) as one:
+        yield one
+
+
 Openai, Anthropic = openai.AsyncOpenAI, anthropic.AsyncAnthropic
 
 
@@ -169,9 +178,8 @@ async def answered(api: Any, asked: Json, streamed: bool, final: str) -> Any:
 
 
 async def chat(client: Openai, *, streamed: bool, offered: bool) -> None:
-    tools: Any = [{"type": "function", "function": {"name": "search", "parameters": SCHEMA}}]
     messages: list[Any] = [{"role": "user", "content": "Where?"}]
-    more: Any = {"tools": tools} if offered else {}
+    more: Any = {"tools": [named("chat", "search")]} if offered else {}
     for _ in range(2):
         asked: Any = {"model": "policy", "messages": messages, "max_tokens": 150, **more}
         found = await answered(client.chat.completions, asked, streamed, "get_final_completion")
@@ -188,7 +196,7 @@ async def chat(client: Openai, *, streamed: bool, offered: bool) -> None:
 
 
 async def responses(client: Openai, *, streamed: bool, offered: bool) -> None:
-    tools: Any = [{"type": "function", "name": "search", "parameters": SCHEMA, "strict": False}]
+    tools: Any = [{**named("responses", "search"), "strict": False}]
     items: list[Any] = [{"role": "user", "content": "Where?"}]
     more: Any = {"tools": tools} if offered else {}
     for _ in range(2):
@@ -208,9 +216,8 @@ async def responses(client: Openai, *, streamed: bool, offered: bool) -> None:
 
 
 async def messages(client: Anthropic, *, streamed: bool, offered: bool) -> None:
-    tools: Any = [{"name": "search", "input_schema": SCHEMA}]
     turns: list[Any] = [{"role": "user", "content": "Where?"}]
-    more: Any = {"tools": tools} if offered else {}
+    more: Any = {"tools": [named("anthropic", "search")]} if offered else {}
     for _ in range(2):
         asked: Any = {"model": "policy", "messages": turns, "max_tokens": 150, **more}
         found = await answered(client.messages, asked, streamed, "get_final_message")
@@ -228,21 +235,18 @@ CLIENTS: dict[str, Any] = {"chat": chat, "responses": responses, "messages": mes
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("api", CLIENTS)
-def test_whatever_is_served_is_accepted_when_it_returns(api: str, streamed: bool) -> None:
-    seen, rng = Seen(), Random(11)
+async def test_whatever_is_served_is_accepted_when_it_returns(
+    seen: Seen, client: Client, api: str, streamed: bool
+) -> None:
+    rng = Random(11)
     turns = [*TURNS.values(), *(random_turn(rng) for _ in range(20))]
-
-    async def work() -> None:
-        renderer = NativeRenderer(make_tokenizer(QWEN3))
-        async with serving(renderer, seen) as to, connected(api, to.url) as client:
-            for turn in turns:
-                for offered in (True, False):
-                    seen.turns, seen.prompts = [turn], []
-                    await CLIENTS[api](client, streamed=streamed, offered=offered)
-                    sampled = f"<|im_start|>assistant\n{turn}<|im_end|>"
-                    assert sampled in seen.prompts[1], (turn, seen.prompts[1])
-
-    asyncio.run(work())
+    async with connected(api, client.url) as sdk:
+        for turn in turns:
+            for offered in (True, False):
+                seen.turns, seen.prompts = [turn], []
+                await CLIENTS[api](sdk, streamed=streamed, offered=offered)
+                sampled = f"<|im_start|>assistant\n{turn}<|im_end|>"
+                assert sampled in seen.prompts[1], (turn, seen.prompts[1])
 
 
 def connected(api: str, url: str) -> Any:
@@ -252,24 +256,15 @@ def connected(api: str, url: str) -> Any:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_without_tools_a_call_is_a_text(streamed: bool) -> None:
-    seen = Seen()
+async def test_without_tools_a_call_is_a_text(seen: Seen, client: Client, streamed: bool) -> None:
     turn = f"I look.\n{CALL}"
-
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
-                seen.turns = [turn]
-                body = {"model": "policy", "messages": [{"role": "user", "content": "q"}], **more}
-                reply = await client.ask("/v1/chat/completions", body)
-                message = reply["choices"][0]["message"]
-                assert message["content"] == turn
-                assert "tool_calls" not in message
-
-    asyncio.run(work())
-
-
-TOOL: Json = {"type": "function", "function": {"name": "search", "parameters": SCHEMA}}
+    for more in ({}, {"tools": [named("chat", "search")], "tool_choice": "none"}):
+        seen.turns = [turn]
+        body = {"model": "policy", "messages": [{"role": "user", "content": "q"}], **more}
+        reply = await client.ask("/v1/chat/completions", body)
+        message = reply["choices"][0]["message"]
+        assert message["content"] == turn
+        assert "tool_calls" not in message
 
 
 def test_half_of_a_surrogate_pair_in_a_body_is_replaced() -> None:
@@ -293,91 +288,72 @@ def asked(api: str, tools: list[Json], **more: Any) -> Json:
 
 
 @pytest.mark.parametrize("api", OTHERS)
-def test_tools_of_other_types_are_left_out_or_become_functions(api: str) -> None:
-    seen = Seen()
-
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            seen.turns = [ONE_TEXT.format("shell")]
-            body = asked(api, OTHERS[api])
-            reply = await client.ask(PATHS[api], body)
-            assert '"shell"' in seen.prompts[0]
-            assert "web_search" not in seen.prompts[0]
-            if api == "anthropic":
-                assert reply["content"][-1]["name"] == "shell"
-            elif api == "chat":
-                (call,) = reply["choices"][0]["message"]["tool_calls"]
-                assert (call["type"], call["custom"]) == (
-                    "custom",
-                    {"name": "shell", "input": "ls"},
-                )
-                result = {"role": "tool", "tool_call_id": call["id"], "content": "a.txt"}
-                body["messages"] += [reply["choices"][0]["message"], result]
-            else:
-                (item,) = reply["output"]
-                assert (item["type"], item["input"]) == ("custom_tool_call", "ls")
-                result = {"type": "custom_tool_call_output", "call_id": item["call_id"]}
-                body["input"] += [item, {**result, "output": "a.txt"}]
-            if api != "anthropic":
-                await client.ask(PATHS[api], body)
-                assert ONE_TEXT.format("shell") + "<|im_end|>" in seen.prompts[1]
-            served = [tool for tool in OTHERS[api] if tool["type"] not in ("custom", "namespace")]
-            if served:
-                status, data = await client.post(PATHS[api], asked(api, served))
-                assert status == 400
-                assert b"unsupported_value" in data or b"invalid_request_error" in data
-
-    asyncio.run(work())
+async def test_tools_of_other_types_are_left_out_or_become_functions(
+    seen: Seen, client: Client, api: str
+) -> None:
+    seen.turns = [ONE_TEXT.format("shell")]
+    body = asked(api, OTHERS[api])
+    reply = await client.ask(PATHS[api], body)
+    assert '"shell"' in seen.prompts[0]
+    assert "web_search" not in seen.prompts[0]
+    if api == "anthropic":
+        assert reply["content"][-1]["name"] == "shell"
+    elif api == "chat":
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert (call["type"], call["custom"]) == ("custom", {"name": "shell", "input": "ls"})
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "a.txt"}
+        body["messages"] += [reply["choices"][0]["message"], result]
+    else:
+        (item,) = reply["output"]
+        assert (item["type"], item["input"]) == ("custom_tool_call", "ls")
+        result = {"type": "custom_tool_call_output", "call_id": item["call_id"]}
+        body["input"] += [item, {**result, "output": "a.txt"}]
+    if api != "anthropic":
+        await client.ask(PATHS[api], body)
+        assert ONE_TEXT.format("shell") + "<|im_end|>" in seen.prompts[1]
+    served = [tool for tool in OTHERS[api] if tool["type"] not in ("custom", "namespace")]
+    if served:
+        status, data = await client.post(PATHS[api], asked(api, served))
+        assert status == 400
+        assert b"unsupported_value" in data or b"invalid_request_error" in data
 
 
 @pytest.mark.parametrize("searched", [False, True], ids=["by the program", "by a server"])
-def test_a_deferred_tool_is_offered_once_a_result_refers_to_it(searched: bool) -> None:
+async def test_a_deferred_tool_is_offered_once_a_result_refers_to_it(
+    seen: Seen, client: Client, searched: bool
+) -> None:
     """Where a server would search the tools, all are offered, since no server does."""
-    seen = Seen()
     server: list[Json] = [{"type": "tool_search_tool_regex_20251119", "name": "regex"}]
-    tools: list[Json] = [{"name": "find", "input_schema": SCHEMA}, *server * searched]
-    tools += [
-        {"name": name, "input_schema": SCHEMA, "defer_loading": True} for name in ("bell", "lamp")
-    ]
+    tools = [named("anthropic", "find"), *server * searched]
+    tools += [{**named("anthropic", name), "defer_loading": True} for name in ("bell", "lamp")]
     call = {"type": "tool_use", "id": "x", "name": "find", "input": {"query": "ring"}}
     found = [{"type": "tool_reference", "tool_name": "bell"}]
     result = {"type": "tool_result", "tool_use_id": "x", "content": found}
-
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            body = asked("anthropic", tools)
-            await client.ask(PATHS["anthropic"], body)
-            seen.turns = [CALL.replace("search", "bell")]
-            body["messages"] += [{"role": "assistant", "content": [call]}]
-            body["messages"] += [{"role": "user", "content": [result]}]
-            reply = await client.ask(PATHS["anthropic"], body)
-            assert reply["content"][-1]["name"] == "bell"
-
-    asyncio.run(work())
+    body = asked("anthropic", tools)
+    await client.ask(PATHS["anthropic"], body)
+    seen.turns = [CALL.replace("search", "bell")]
+    body["messages"] += [{"role": "assistant", "content": [call]}]
+    body["messages"] += [{"role": "user", "content": [result]}]
+    reply = await client.ask(PATHS["anthropic"], body)
+    assert reply["content"][-1]["name"] == "bell"
     names = ("find", "bell", "lamp")
     shown = [[name for name in names if f'"{name}"' in prompt] for prompt in seen.prompts]
     assert shown == [[*names]] * 2 if searched else [["find"], ["find", "bell"]]
     assert "<tool_response>\nbell\n</tool_response>" in seen.prompts[1]
 
 
-def test_a_namespace_is_its_functions() -> None:
+async def test_a_namespace_is_its_functions(seen: Seen, client: Client) -> None:
     """Two functions of one name have different names for the policy."""
-    seen = Seen()
-
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            for space, name in (("agents", "spawn"), ("others", "others__spawn")):
-                seen.turns, seen.prompts = [turn := CALL.replace('"search"', f'"{name}"')], []
-                body = asked("responses", [NESTED, {**NESTED, "name": "others"}])
-                reply = await client.ask("/v1/responses", body)
-                (item,) = reply["output"]
-                assert (item["name"], item["namespace"]) == ("spawn", space)
-                result = {"type": "function_call_output", "call_id": item["call_id"]}
-                body["input"] += [item, {**result, "output": "a.txt"}]
-                await client.ask("/v1/responses", body)
-                assert turn in seen.prompts[1]
-
-    asyncio.run(work())
+    for space, name in (("agents", "spawn"), ("others", "others__spawn")):
+        seen.turns, seen.prompts = [turn := CALL.replace('"search"', f'"{name}"')], []
+        body = asked("responses", [NESTED, {**NESTED, "name": "others"}])
+        reply = await client.ask("/v1/responses", body)
+        (item,) = reply["output"]
+        assert (item["name"], item["namespace"]) == ("spawn", space)
+        result = {"type": "function_call_output", "call_id": item["call_id"]}
+        body["input"] += [item, {**result, "output": "a.txt"}]
+        await client.ask("/v1/responses", body)
+        assert turn in seen.prompts[1]
 
 
 # Keys.
@@ -387,44 +363,28 @@ USUAL: dict[str, Json] = DATA["usual"]
 
 
 @pytest.mark.parametrize("api", REFUSED)
-def test_a_key_is_done_or_neutral_or_refused_by_its_name(api: str) -> None:
-    tools: dict[str, list[Json]] = {
-        "chat": [TOOL],
-        "responses": [{"type": "function", "name": "search", "parameters": SCHEMA}],
-        "anthropic": [{"name": "search", "input_schema": SCHEMA}],
-    }
-
-    seen = Seen()
-
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            for key, value, *place in REFUSED[api]:
-                body = {**asked(api, tools[api]), key: value}
-                status, data = await client.post(PATHS[api], body)
-                assert (status, (place or [key])[0] in data.decode()) == (400, True), (key, data)
-            await client.ask(PATHS[api], asked(api, tools[api], **USUAL[api]))
-
-    asyncio.run(work())
+async def test_a_key_is_done_or_neutral_or_refused_by_its_name(
+    seen: Seen, client: Client, api: str
+) -> None:
+    tools = [named(api, "search")]
+    for key, value, *place in REFUSED[api]:
+        body = {**asked(api, tools), key: value}
+        status, data = await client.post(PATHS[api], body)
+        assert (status, (place or [key])[0] in data.decode()) == (400, True), (key, data)
+    await client.ask(PATHS[api], asked(api, tools, **USUAL[api]))
     assert seen.prompts[-1].count(" policy reads text]") == 2
 
 
-def test_allowed_tools_are_those_that_the_policy_sees() -> None:
-    seen = Seen()
-    other = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
-    function = {"type": "function", "function": {"name": "search"}}
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [function]}}
-
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            await client.ask(PATHS["chat"], asked("chat", [TOOL, other], tool_choice=allowed))
-        assert '"search"' in seen.prompts[0]
-        assert '"other"' not in seen.prompts[0]
-
-    asyncio.run(work())
+async def test_allowed_tools_are_those_that_the_policy_sees(seen: Seen, client: Client) -> None:
+    tools = [named("chat", "search"), named("chat", "other")]
+    mode = {"mode": "auto", "tools": [FORCED["chat"]]}
+    allowed = {"type": "allowed_tools", "allowed_tools": mode}
+    await client.ask(PATHS["chat"], asked("chat", tools, tool_choice=allowed))
+    assert '"search"' in seen.prompts[0]
+    assert '"other"' not in seen.prompts[0]
 
 
-def test_a_conversation_adds_and_removes_tools() -> None:
-    seen = Seen()
+async def test_a_conversation_adds_and_removes_tools(seen: Seen, client: Client) -> None:
     tools = [named("anthropic", "search"), {**named("anthropic", "late"), "defer_loading": True}]
     late = {"type": "tool_reference", "name": "late"}
     new = {"type": "tool_definition", "definition": named("anthropic", "new")}
@@ -438,29 +398,23 @@ def test_a_conversation_adds_and_removes_tools() -> None:
             name for name in ("search", "late", "new") if f'"name": "{name}"' in seen.prompts[-1]
         ]
 
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            for number, names in enumerate(
-                ("search", "search late", "search late new", "late new")
-            ):
-                content = [{"type": "text", "text": "Go on."}, *parts[:number]]
-                messages = [{"role": "user", "content": content}]
-                body = asked("anthropic", tools, messages=messages)
-                await client.ask(PATHS["anthropic"], body)
-                assert offered() == names.split()
-            thread = {"type": "continue", "previous_message_id": "msg_1"}
-            changed = [{"role": "user", "content": parts[1:2]}]
-            body |= {"tools": None, "thread": thread, "messages": changed}
-            status, data = await client.post(PATHS["anthropic"], body)
-            assert (status, b"needs all of them" in data) == (400, True), data
-            more: Json = {"input": [{"role": "user", "content": "Go on."}, added]}
-            for _ in range(2):
-                body = asked("responses", [named("responses", "search")], **more)
-                reply = await client.ask(PATHS["responses"], body)
-                assert offered() == ["search", "new"]
-                more = {"input": "And now?", "previous_response_id": reply["id"]}
-
-    asyncio.run(work())
+    for number, names in enumerate(("search", "search late", "search late new", "late new")):
+        content = [{"type": "text", "text": "Go on."}, *parts[:number]]
+        messages = [{"role": "user", "content": content}]
+        body = asked("anthropic", tools, messages=messages)
+        await client.ask(PATHS["anthropic"], body)
+        assert offered() == names.split()
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    changed = [{"role": "user", "content": parts[1:2]}]
+    body |= {"tools": None, "thread": thread, "messages": changed}
+    status, data = await client.post(PATHS["anthropic"], body)
+    assert (status, b"needs all of them" in data) == (400, True), data
+    more: Json = {"input": [{"role": "user", "content": "Go on."}, added]}
+    for _ in range(2):
+        body = asked("responses", [named("responses", "search")], **more)
+        reply = await client.ask(PATHS["responses"], body)
+        assert offered() == ["search", "new"]
+        more = {"input": "And now?", "previous_response_id": reply["id"]}
 
 
 SINGLE: dict[str, Json] = {
@@ -484,24 +438,17 @@ def named(api: str, name: str) -> Json:
 
 
 @pytest.mark.parametrize("api", SINGLE)
-def test_one_call_at_most_and_forced_calls(api: str) -> None:
-    seen = Seen()
+async def test_one_call_at_most_and_forced_calls(seen: Seen, api: str) -> None:
     tools = [named(api, "search"), named(api, "other")]
-
-    async def work() -> None:
-        async with serving(
-            NativeRenderer(make_tokenizer(QWEN3)), seen, Guided, constraints="all"
-        ) as client:
-            seen.turns = [f"{CALL}\n{CALL}", CALL, CALL]
-            reply = await client.ask(PATHS[api], asked(api, tools, **SINGLE[api]))
-            _, text, calls, _ = parts(api, reply)
-            assert (len(calls), text) == (1, "")
-            every = {"type": "any"} if api == "anthropic" else "required"
-            await client.ask(PATHS[api], asked(api, tools, tool_choice=FORCED[api]))
-            await client.ask(PATHS[api], asked(api, tools, tool_choice=every))
-
     Guided.guides.clear()
-    asyncio.run(work())
+    async with serving(None, seen, Guided, constraints="all") as client:
+        seen.turns = [f"{CALL}\n{CALL}", CALL, CALL]
+        reply = await client.ask(PATHS[api], asked(api, tools, **SINGLE[api]))
+        _, text, calls, _ = parts(api, reply)
+        assert (len(calls), text) == (1, "")
+        every = {"type": "any"} if api == "anthropic" else "required"
+        await client.ask(PATHS[api], asked(api, tools, tool_choice=FORCED[api]))
+        await client.ask(PATHS[api], asked(api, tools, tool_choice=every))
     free, one, both = Guided.guides
     assert (free, "search" in one, "other" in one) == ("", True, False)
     assert ("search" in both, "other" in both) == (True, True)
@@ -523,15 +470,9 @@ FORMS: dict[str, Json] = DATA["forms"]
 
 
 @pytest.mark.parametrize("api", FORMS)
-def test_the_form_of_a_reply_is_in_the_prompt(api: str) -> None:
-    seen = Seen()
-
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            await client.ask(PATHS[api], asked(api, [], **FORMS[api]))
-        assert json.dumps(PLACE) in seen.prompts[0]
-
-    asyncio.run(work())
+async def test_the_form_of_a_reply_is_in_the_prompt(seen: Seen, client: Client, api: str) -> None:
+    await client.ask(PATHS[api], asked(api, [], **FORMS[api]))
+    assert json.dumps(PLACE) in seen.prompts[0]
 
 
 @pytest.mark.parametrize(
@@ -547,70 +488,62 @@ def test_a_check_of_a_form_ends(schema: Json) -> None:
     fits(json.dumps("a" * 40 + "!"), schema)
 
 
-def test_what_was_handed_out_is_found_by_its_id() -> None:
+async def test_what_was_handed_out_is_found_by_its_id(seen: Seen, client: Client) -> None:
     """A later call names an earlier reply, or parts of it, instead of sending them."""
-    seen = Seen()
-    tools = [{"type": "function", "name": "search", "parameters": SCHEMA}]
+    tools = [named("responses", "search")]
     turn = f"<think>\nlook\n</think>\n\nI look.\n{CALL}"
 
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
+    async def second(path: str, first: Json, then: Any) -> str:
+        seen.turns, seen.prompts = [turn], []
+        reply = await client.ask(path, first)
+        await client.ask(path, then(reply))
+        return seen.prompts[1]
 
-            async def second(path: str, first: Json, then: Any) -> str:
-                seen.turns, seen.prompts = [turn], []
-                reply = await client.ask(path, first)
-                await client.ask(path, then(reply))
-                return seen.prompts[1]
+    def result(reply: Json) -> Json:
+        (call,) = (item for item in reply["output"] if item["type"] == "function_call")
+        kind = "function_call_output"
+        return {"type": kind, "call_id": call["call_id"], "output": "ok"}
 
-            def result(reply: Json) -> Json:
-                (call,) = (item for item in reply["output"] if item["type"] == "function_call")
-                kind = "function_call_output"
-                return {"type": kind, "call_id": call["call_id"], "output": "ok"}
+    body: Json = asked("responses", tools, instructions="Be brief.")
+    question = body["input"]
 
-            body: Json = asked("responses", tools, instructions="Be brief.")
-            question = body["input"]
+    def emptied(item: Json) -> Json:
+        return {**item, "content": []} if item["type"] == "reasoning" else item
 
-            def emptied(item: Json) -> Json:
-                return {**item, "content": []} if item["type"] == "reasoning" else item
+    def reference(item: Json) -> Json:
+        return {"type": "item_reference", "id": item["id"]}
 
-            def named(item: Json) -> Json:
-                return {"type": "item_reference", "id": item["id"]}
+    def sent(form: Callable[[Json], Json]) -> Callable[[Json], Json]:
+        return lambda r: {**body, "input": [*question, *map(form, r["output"]), result(r)]}
 
-            def sent(form: Callable[[Json], Json]) -> Callable[[Json], Json]:
-                return lambda r: {**body, "input": [*question, *map(form, r["output"]), result(r)]}
+    forms = [sent(form) for form in (dict, emptied, reference)]
+    forms += [lambda r: {**body, "input": [result(r)], "previous_response_id": r["id"]}]
+    prompts = {await second(PATHS["responses"], body, form) for form in forms}
+    assert len(prompts) == 1
+    asking = asked("anthropic", [named("anthropic", "search")], system="Be brief.")
 
-            forms = [sent(form) for form in (dict, emptied, named)]
-            forms += [lambda r: {**body, "input": [result(r)], "previous_response_id": r["id"]}]
-            prompts = {await second(PATHS["responses"], body, form) for form in forms}
-            assert len(prompts) == 1
-            schema = [{"name": "search", "input_schema": SCHEMA}]
-            asking = asked("anthropic", schema, system="Be brief.")
+    def results(reply: Json) -> Json:
+        block = {"type": "tool_result", "tool_use_id": reply["content"][-1]["id"]}
+        return {"role": "user", "content": [{**block, "content": "ok"}]}
 
-            def results(reply: Json) -> Json:
-                block = {"type": "tool_result", "tool_use_id": reply["content"][-1]["id"]}
-                return {"role": "user", "content": [{**block, "content": "ok"}]}
+    def repeated(r: Json) -> Json:
+        said = {"role": "assistant", "content": r["content"]}
+        return {**asking, "messages": [*asking["messages"], said, results(r)]}
 
-            def repeated(r: Json) -> Json:
-                said = {"role": "assistant", "content": r["content"]}
-                return {**asking, "messages": [*asking["messages"], said, results(r)]}
+    def continued(r: Json) -> Json:
+        thread = {"type": "continue", "previous_message_id": r["id"]}
+        settings = {"model": "policy", "max_tokens": 100}
+        return {**settings, "messages": [results(r)], "thread": thread}
 
-            def continued(r: Json) -> Json:
-                thread = {"type": "continue", "previous_message_id": r["id"]}
-                settings = {"model": "policy", "max_tokens": 100}
-                return {**settings, "messages": [results(r)], "thread": thread}
-
-            whole = await second(PATHS["anthropic"], asking, repeated)
-            begun = {**asking, "thread": {"type": "create"}}
-            short = await second(PATHS["anthropic"], begun, continued)
-            assert short == whole
-            assert turn in whole
-
-    asyncio.run(work())
+    whole = await second(PATHS["anthropic"], asking, repeated)
+    begun = {**asking, "thread": {"type": "create"}}
+    short = await second(PATHS["anthropic"], begun, continued)
+    assert short == whole
+    assert turn in whole
 
 
-def test_the_sdk_runs_its_own_tools() -> None:
+async def test_the_sdk_runs_its_own_tools(seen: Seen, client: Client) -> None:
     """Its second call is a thread's."""
-    seen = Seen()
     seen.turns = [CALL]
 
     @anthropic.beta_tool
@@ -622,20 +555,16 @@ def test_the_sdk_runs_its_own_tools() -> None:
         """
         return f"found-{query}"
 
-    async def work() -> None:
-        async with serving(NativeRenderer(make_tokenizer(QWEN3)), seen) as client:
-            with anthropic.Anthropic(base_url=client.url, api_key=KEY, max_retries=0) as sdk:
-                runner = sdk.beta.messages.tool_runner(
-                    model="policy",
-                    max_tokens=100,
-                    tools=[search],
-                    messages=[{"role": "user", "content": "the question"}],
-                )
-                await asyncio.to_thread(runner.until_done)
-        assert len(seen.prompts) == 2
-        assert all(text in seen.prompts[1] for text in ("question", "found-lima"))
-
-    asyncio.run(work())
+    with anthropic.Anthropic(base_url=client.url, api_key=KEY, max_retries=0) as sdk:
+        runner = sdk.beta.messages.tool_runner(
+            model="policy",
+            max_tokens=100,
+            tools=[search],
+            messages=[{"role": "user", "content": "the question"}],
+        )
+        await asyncio.to_thread(runner.until_done)
+    assert len(seen.prompts) == 2
+    assert all(text in seen.prompts[1] for text in ("question", "found-lima"))
 
 
 if __name__ == "__main__":

@@ -140,8 +140,7 @@ def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_each_text_is_logged_once_with_its_place_and_again_with_its_count(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    actor = make_actor(limits=Limits(max_turn_retries=0, max_failures=20))
-    actor.make_env = Odd
+    actor = make_actor(limits=Limits(max_turn_retries=0, max_failures=20), make_env=Odd)
     tree: TrajectoryTree = rollout(actor, Independent(4))
     number = len(tree.failures())
     assert number > 1

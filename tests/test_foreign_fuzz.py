@@ -39,7 +39,6 @@ from agentenv.base.result_cache import ResultCache
 from agentenv.base.retries import Backoff
 from agentenv.base.types import Message, SamplingParams, Task, ToolCall, VersionSpan
 from agentenv.base.untrusted import decode, packed
-from agentenv.contract.env import Grade
 from agentenv.contract.function_tool import tool
 from agentenv.contract.http_client import ServerClient
 from agentenv.contract.request import ForeignWeightsError, ServerRequest
@@ -73,6 +72,7 @@ from tests.support.hostile import (
     http_replies,
     raw_server,
 )
+from tests.test_tool_limits import Anything
 
 TARGETS = 12
 IN_ALL = 300_000 if settings.default is not None and settings.default.max_examples > 50 else 3_000
@@ -333,11 +333,6 @@ def look_up(
 ) -> str:
     """Look up."""
     return f"{query} {count} {ratio} {names} {more}"
-
-
-class Anything:
-    async def grade(self, task: Task, said: Any, calls: Any) -> Grade:
-        return Grade(0.0, False)
 
 
 ARGUMENTS = {"query": "a", "count": 2, "ratio": 0.5, "names": ["b"], "more": {"c": [1]}}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -321,58 +321,56 @@ def test_foreign_bytes_in_a_journal_are_skipped() -> None:
     assert [is_whole for *_, is_whole in found] == [False, True, False, True, False]
 
 
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
 def files(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.iterdir())
 
 
-def test_files_are_removed_when_no_checkpoint_needs_their_trees(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        written = journal(tmp_path)
-        for index in (0, 1):
-            written.append(Began(index, "t", 0, "s", Mark(1, index, 0)))
-        await written.rotate(0)
-        written.append(Began(2, "t", 0, "s", Mark(1, 2, 0)))
-        await written.rotate(2)
-        assert files(tmp_path) == ["000002", "000003"]
-        await written.rotate(3)
-        assert files(tmp_path) == ["000004"]
-        await written.close()
-
-    run_virtual(scenario())
+async def test_files_are_removed_when_no_checkpoint_needs_their_trees(tmp_path: Path) -> None:
+    written = journal(tmp_path)
+    for index in (0, 1):
+        written.append(Began(index, "t", 0, "s", Mark(1, index, 0)))
+    await written.rotate(0)
+    written.append(Began(2, "t", 0, "s", Mark(1, 2, 0)))
+    await written.rotate(2)
+    assert files(tmp_path) == ["000002", "000003"]
+    await written.rotate(3)
+    assert files(tmp_path) == ["000004"]
+    await written.close()
 
 
-def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
+async def test_starts_of_an_earlier_process_are_kept_while_a_checkpoint_needs_them(
     tmp_path: Path,
 ) -> None:
-    async def scenario() -> None:
-        written = journal(tmp_path)
-        for index in range(4):
-            written.append(Started(index, 1, 2.5))
-        written.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
-        assert not any(map(written.earlier.started, range(4))), (
-            "those of this process are no earlier ones"
-        )
-        await written.close()
+    written = journal(tmp_path)
+    for index in range(4):
+        written.append(Started(index, 1, 2.5))
+    written.append(Began(0, "t", 0, "s", Mark(1, 0, 0)))
+    assert not any(map(written.earlier.started, range(4))), (
+        "those of this process are no earlier ones"
+    )
+    await written.close()
 
-        again = journal(tmp_path, incarnation=2)
-        assert [again.earlier.started(index) for index in range(5)] == [True] * 4 + [False]
-        assert [again.earlier.knows(index) for index in range(5)] == [True] + [False] * 4
-        assert again.earlier.read(1, TASK) is None
-        await again.rotate(2)
-        assert [again.earlier.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [
-            False
-        ]
-        assert files(tmp_path) == ["000001", "000003"], "the starts of 2 and 3 are in the first"
-        await again.close()
+    again = journal(tmp_path, incarnation=2)
+    assert [again.earlier.started(index) for index in range(5)] == [True] * 4 + [False]
+    assert [again.earlier.knows(index) for index in range(5)] == [True] + [False] * 4
+    assert again.earlier.read(1, TASK) is None
+    await again.rotate(2)
+    assert [again.earlier.started(index) for index in range(5)] == [False] * 2 + [True] * 2 + [
+        False
+    ]
+    assert files(tmp_path) == ["000001", "000003"], "the starts of 2 and 3 are in the first"
+    await again.close()
 
-        third = journal(tmp_path, incarnation=3)
-        assert third.earlier.started(3)
-        await third.rotate(4)
-        assert not any(map(third.earlier.started, range(5)))
-        assert files(tmp_path) == ["000005"]
-        await third.close()
-
-    run_virtual(scenario())
+    third = journal(tmp_path, incarnation=3)
+    assert third.earlier.started(3)
+    await third.rotate(4)
+    assert not any(map(third.earlier.started, range(5)))
+    assert files(tmp_path) == ["000005"]
+    await third.close()
 
 
 async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
@@ -387,7 +385,7 @@ async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
     def half(descriptor: int, data: memoryview) -> int:
         if len(data) > 20:
             return write(descriptor, data[:20])
-        raise OSError(28, "No space left on device")
+        return cast(int, full())
 
     monkeypatch.setattr(os, "write", half)
     written.append(Leased(1, [1]))
@@ -403,9 +401,6 @@ async def test_a_full_disk_at_a_rotation_is_reported_like_any_other(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing more is written, and earlier frames stay."""
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
 
     for is_working in (True, False):
         folder = tmp_path / str(is_working)
@@ -475,9 +470,6 @@ async def test_trees_that_a_step_refused_are_unknown_to_the_next_process(tmp_pat
 async def test_unwritten_frames_are_reported_when_the_journal_closes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
     written = journal(tmp_path)
     monkeypatch.setattr(os, "write", full)
     written.append(Leased(0, [0]))

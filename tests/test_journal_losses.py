@@ -143,7 +143,6 @@ def test_a_tree_that_changed_workers_and_lost_a_frame(tmp_path: Path) -> None:
         await asyncio.sleep(rng.uniform(0.0, 8.0))
         growing.cancel()
         await cluster.close()
-        await cluster.workers.journal.close()
 
     for seed in range(6):
         folder = tmp_path / str(seed) / "whole"
@@ -157,14 +156,13 @@ def test_a_tree_restarted_in_its_worker_is_complete(tmp_path: Path) -> None:
 
     async def main() -> tuple[Any, list[str]]:
         cluster = Cluster(lambda: make_actor())
-        written = cluster.workers.journal = journal(tmp_path, incarnation=2)
-        recorded = written.earlier.read(3, TASK)
+        again = cluster.workers.journal = journal(tmp_path, incarnation=2)
+        recorded = again.earlier.read(3, TASK)
         assert recorded is not None
         recorded.tree.nodes[0].observation_ids.append(7)
         cluster.add("a")
         tree = await cluster.workers.rollout(TASK, index=3, recorded=recorded)
         await cluster.close()
-        await written.close()
         return tree, cluster.told
 
     tree, told = run_virtual(main())

@@ -18,12 +18,15 @@ from agentenv.base.types import Task
 from agentenv.contract.env import Env
 from agentenv.processes.worker_group import NUM_LOSSES, NUM_TRIALS, Left
 from agentenv.rollout.journal import Journal
+from tests.support.polling import until
 from tests.support.toy import CountingEnv
 from tests.support.virtual_clock import on_virtual_clock, run_virtual
 from tests.test_actor import TASK, make_actor
 from tests.test_cluster import Cluster, alone, grown
+from tests.test_journal import journal
 
 KILLER = 2  # the index of the tree that kills
+KILLER_TASK = Task("killer", "toy", "how many?", ("2",))
 TRIALS = NUM_LOSSES + NUM_TRIALS
 BREAK_S = 1.0  # until a worker is started again
 
@@ -107,7 +110,7 @@ class DeadlyCluster(Cluster):
         """Grow these trees, from the journal where it has them."""
 
         async def grow(index: int) -> TrajectoryTree:
-            task = Task("killer", "toy", "how many?", ("2",)) if index == KILLER else TASK
+            task = KILLER_TASK if index == KILLER else TASK
             recorded = None
             if journal is not None and journal.earlier.knows(index):
                 recorded = journal.earlier.read(index, task)
@@ -158,33 +161,25 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
 ) -> None:
     """A controller that ends after so many losses, and the next one, lose no more together."""
 
-    def journal(incarnation: int) -> Journal:
-        return Journal(tmp_path, settings="s", incarnation=incarnation)
-
     async def first() -> int:
         cluster = DeadlyCluster(where)
-        cluster.workers.journal = journal(1)
+        cluster.workers.journal = journal(tmp_path, incarnation=1)
         cluster.add("a")
         rollouts = cluster.start(range(4))
-        for _ in range(10_000):
-            await asyncio.sleep(0.01)
-            if cluster.num_killed >= num_before or rollouts[KILLER].done():
-                break
+        await until(lambda: cluster.num_killed >= num_before or rollouts[KILLER].done())
         await asyncio.sleep(BREAK_S / 2)
         for one in rollouts:
             one.cancel()
         await asyncio.gather(*rollouts, return_exceptions=True)
         await cluster.close()
-        await cluster.workers.journal.close()
         return cluster.num_killed
 
     async def second() -> tuple[int, list[TrajectoryTree]]:
         cluster = DeadlyCluster(where)
-        cluster.workers.journal = journal(2)
+        cluster.workers.journal = journal(tmp_path, incarnation=2)
         cluster.add("a")
         found = await asyncio.gather(*cluster.start(range(4), cluster.workers.journal))
         await cluster.close()
-        await cluster.workers.journal.close()
         return cluster.num_killed, found
 
     killed = run_virtual(first())
@@ -197,8 +192,8 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
 
     async def third() -> bool:
         """It has ended for every process to come."""
-        again = journal(3)
-        recorded = again.earlier.read(KILLER, Task("killer", "toy", "how many?", ("2",)))
+        again = journal(tmp_path, incarnation=3)
+        recorded = again.earlier.read(KILLER, KILLER_TASK)
         await again.close()
         return recorded is not None and recorded.is_finished
 
@@ -207,13 +202,12 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
     async def resume_older() -> int:
         """To an older checkpoint, whose trees grow again."""
         cluster = DeadlyCluster(where)
-        cluster.workers.journal = journal(4)
+        cluster.workers.journal = journal(tmp_path, incarnation=4)
         await cluster.workers.journal.rotate(sys.maxsize)
         cluster.add("a")
         (tree,) = await asyncio.gather(*cluster.start([KILLER], cluster.workers.journal))
         assert tree.is_cancelled
         await cluster.close()
-        await cluster.workers.journal.close()
         return cluster.num_killed
 
     assert run_virtual(resume_older()) == 0
@@ -222,11 +216,8 @@ def test_the_journal_records_the_workers_killed_by_a_tree(
 
 @on_virtual_clock
 async def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> None:
-    def journal() -> Journal:
-        return Journal(tmp_path, settings="s", incarnation=1)
-
     async def lose(cluster: Cluster) -> None:
-        cluster.workers.journal = journal()
+        cluster.workers.journal = journal(tmp_path)
         cluster.add("a")
         growing = asyncio.create_task(cluster.rollout(0))
         for number in range(3):
@@ -236,10 +227,9 @@ async def test_losses_of_a_tree_that_made_progress_are_reset(tmp_path: Path) -> 
         await asyncio.sleep(15.0)  # the first turn takes 10 s
         growing.cancel()
         await cluster.close()
-        await cluster.workers.journal.close()
 
     await lose(Cluster(lambda: make_actor(engine={"latency_s": 10.0})))
-    again = journal()
+    again = journal(tmp_path)
     await again.close()
     assert again.earlier.losses == {}
 
@@ -265,7 +255,6 @@ async def test_a_tree_without_a_worker_ends_when_a_user_cancels_it(
     tree = await asyncio.wait_for(growing, 1.0)
     assert not cluster.workers.cancel(0, "again")
     await cluster.close()
-    await cluster.workers.journal.close()
     again = Journal(tmp_path, settings="s", incarnation=2)
     recorded = again.earlier.read(0, TASK)
     await again.close()
@@ -333,9 +322,8 @@ def test_a_worker_is_restarted_after_each_of_a_few_trees_that_kill_it(
     async def main() -> list[Left]:
         cluster = DeadlyCluster("make")
         cluster.add("a")
-        killer = Task("killer", "toy", "how many?", ("2",))
         await asyncio.gather(
-            *(cluster.workers.rollout(killer, index=index) for index in range(num_killers))
+            *(cluster.workers.rollout(KILLER_TASK, index=index) for index in range(num_killers))
         )
         await cluster.close()
         return cluster.left

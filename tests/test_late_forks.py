@@ -87,8 +87,7 @@ class Drifting(CountingEnv):
 
 
 def test_an_env_with_other_replies_fails_the_fork_which_a_root_replaces() -> None:
-    actor = make_actor(searches, Limits(max_failures=3))
-    actor.make_env = Drifting
+    actor = make_actor(searches, Limits(max_failures=3), make_env=Drifting)
     tree = rollout(actor, Uniform(group_size=4, num_roots=2))
     failed = tree.failures()
     assert failed

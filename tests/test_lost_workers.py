@@ -21,9 +21,10 @@ from agentenv.processes.supervisor import LocalPlacement, Supervisor
 from agentenv.processes.worker_group import Left, WorkerGroup, WorkerSpec
 from agentenv.rollout.failure_log import Failure
 from tests.support.links import connected, linked
+from tests.support.polling import until
 from tests.support.virtual_clock import on_virtual_clock
 from tests.test_actor import make_actor
-from tests.test_cluster import Cluster
+from tests.test_cluster import Cluster, Writer
 
 pytestmark = pytest.mark.usefixtures("no_env_left_open")
 
@@ -107,10 +108,7 @@ async def test_frames_of_a_drained_worker_are_received_until_it_ends() -> None:
             link.send(pack(Notice(f"frame {number}")))
             await asyncio.sleep(0.03)
         link.close()
-        for _ in range(100):
-            if left:
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: left)
     assert told[1:] == [f"a: frame {number}" for number in range(3)]
     assert left[0].is_drained
 
@@ -132,10 +130,7 @@ async def test_a_drained_worker_that_does_not_end_is_disconnected(
     async with connected(serve) as link:
         with pytest.raises(EOFError):
             await link.receive()
-        for _ in range(100):
-            if ends:
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: ends)
         link.abort()
     assert len(ends) == 1
 
@@ -145,24 +140,16 @@ async def test_the_version_of_a_server_is_sent_before_its_tokens(
 ) -> None:
     """It does not wait for other frames to go with."""
     monkeypatch.setattr("agentenv.processes.link.GATHER_S", 10.0)
-    written: list[bytes] = []
-
-    class Writer:
-        transport = SimpleNamespace(is_closing=lambda: False)
-
-        def write(self, data: bytes) -> None:
-            written.append(data)
-
     writer, server = cast(Any, Writer()), cast(Any, SimpleNamespace(policy_version=3))
     link = Link(asyncio.StreamReader(), writer)
     link.send(b"x")
     await asyncio.sleep(0)
-    assert len(written) == 1
+    assert len(writer.written) == 1
     held = _Held(cast(Any, None), link, 7, server)
     for begin_or_end in (held.begin, held.end):
-        before = len(written)
+        before = len(writer.written)
         begin_or_end()
-        assert len(written) == before + 1
+        assert len(writer.written) == before + 1
 
 
 @on_virtual_clock

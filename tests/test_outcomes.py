@@ -106,8 +106,7 @@ def test_demonstrations_refuse_an_invalid_outcome(env: type[TalkEnv]) -> None:
 
 @BAD
 def test_a_rollout_with_an_invalid_outcome_fails_with_the_same_text(env: type[TalkEnv]) -> None:
-    actor = make_actor(lambda *_: "Which color?", limits=Limits(max_failures=0))
-    actor.make_env = env
+    actor = make_actor(lambda *_: "Which color?", limits=Limits(max_failures=0), make_env=env)
     (leaf,) = rollout(actor, Independent(1)).failures()
     assert str(leaf.error).startswith(f"CrashError: {TEXTS[env]}")
 

@@ -22,6 +22,7 @@ from agentenv.processes.supervisor import (
     log_tail,
     open_log,
 )
+from tests.support.polling import until
 
 FORK = "import os, time; os.fork(); print('there', flush=True); time.sleep(600)"
 DIE = "import os; os.kill(os.getpid(), {number})"
@@ -64,16 +65,13 @@ async def test_a_cancelled_start_closes_a_log_that_opens_late(
         await start
     assert opened == []
     go_on.set()
-    async with asyncio.timeout(30):
-        while not (opened and opened[0].closed):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: opened and opened[0].closed)
 
 
 async def test_a_process_ends_with_all_its_descendants(tmp_path: Path) -> None:
     placement, spec = LocalPlacement(grace_s=0.0), spec_of(tmp_path, FORK)
     await placement.start(spec)
-    while log_tail(Path(spec.log)).count("there") < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
+    await until(lambda: log_tail(Path(spec.log)).count("there") == 2)
     guard = psutil.Process(placement._processes["one"].pid)
     found = [guard, *guard.children(recursive=True)]
     assert len(found) == 3

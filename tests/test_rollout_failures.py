@@ -114,9 +114,7 @@ class ForgetfulEnv(CountingEnv):
 
 
 def test_an_env_with_other_replies_on_replay_is_replaced_by_a_fresh_root() -> None:
-    actor = make_actor(limits=Limits(max_failures=1))
-    actor.make_env = ForgetfulEnv
-    tree = rollout(actor, Independent(1))
+    tree = rollout(make_actor(limits=Limits(max_failures=1), make_env=ForgetfulEnv), Independent(1))
     assert [leaf.branch for leaf in tree.failures()] == ["0", "1"]
     assert all("answers differently" in str(leaf.error) for leaf in tree.failures())
 
@@ -140,8 +138,7 @@ def test_the_wait_for_an_outage_does_not_count_toward_the_time_limit(
     """Some 17 s of work, within 20, though the outage is 30 s long; one that never ends is waited
     for by each of 5 roots."""
     monkeypatch.setattr(DownEnv, "until", until)
-    actor = make_actor(limits=Limits(max_seconds=20.0), engine={"latency_s": 1.0})
-    actor.make_env = DownEnv
+    actor = make_actor(limits=Limits(max_seconds=20.0), engine={"latency_s": 1.0}, make_env=DownEnv)
     tree = rollout(actor, Independent(1))
     assert len(tree.failures()) == num_failed
     assert [t.leaf.end for t in tree.trajectories()] == ["terminated"] * (num_failed == 0)
@@ -153,8 +150,7 @@ class Misconfigured(CountingEnv):
 
 
 def test_a_configuration_error_ends_the_run_immediately() -> None:
-    actor = make_actor()
-    actor.make_env = Misconfigured
+    actor = make_actor(make_env=Misconfigured)
     made = CountingEnv.num_made
     with pytest.raises(ExceptionGroup) as raised:
         rollout(actor, Independent(2))
@@ -195,8 +191,7 @@ def test_the_rest_of_a_group_starts_when_its_last_live_branch_failed(
     """ARPO of 8: four roots fail without a retry left; the other four places are tried all the
     same."""
     monkeypatch.setattr(FailsAtFirst, "left", 4)
-    actor = make_actor(limits=Limits(max_failures=0))
-    actor.make_env = FailsAtFirst
+    actor = make_actor(limits=Limits(max_failures=0), make_env=FailsAtFirst)
     tree = rollout(actor, ARPO(group_size=8).plan(256))
     assert (len(tree.failures()), len(list(tree.trajectories()))) == (4, 4)
 
@@ -245,8 +240,7 @@ async def test_a_tree_over_its_time_limit_is_delivered_with_its_trajectories() -
         made = 0
 
     limits = Limits(max_seconds=30.0, max_tree_seconds=70.0, max_failures=9)
-    actor = make_actor(limits=limits, engine={"latency_s": 1.0})
-    actor.make_env = Hanging
+    actor = make_actor(limits=limits, engine={"latency_s": 1.0}, make_env=Hanging)
     plan = ARPO(group_size=6, initial_rollouts=1, base_probability=0.0, entropy_weight=0.0)
     tree = await actor.rollout(TASK, OneByOne(plan, 256))
     seconds = asyncio.get_running_loop().time()
@@ -454,8 +448,7 @@ def test_grading_of_a_truncated_trajectory_is_retried_through_an_outage(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SlowToFinish, "hangs", hangs)
-    actor = make_actor(limits=Limits(max_tool_calls=1))
-    actor.make_env = SlowToFinish
+    actor = make_actor(limits=Limits(max_tool_calls=1), make_env=SlowToFinish)
     tree = rollout(actor, Independent(2))
     assert not tree.failures()
     assert [t.reward for t in tree.trajectories()] == [-1.0, -1.0]

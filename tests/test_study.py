@@ -39,7 +39,7 @@ class Synthetic(Study):
     def write(self, cell: Cell, right: list[int]) -> None:
         points = [
             {"calls": float(calls), "right": "1" * one + "0" * (10 - one)}
-            | dict.fromkeys(("led", "roots", "learner_s"), calls / 100)
+            | dict.fromkeys(("led", "roots", "learner_s", "trajectories"), calls / 100)
             for calls, one in zip(CALLS, right, strict=True)
         ]
         row = {**cell._asdict(), "digest": self.digest, "points": points, "clipped": 0.1}
@@ -111,13 +111,22 @@ def test_results_go_on_and_belong_to_one_plan(
     assert "late-8, calls" in capsys.readouterr().out
     changed = tmp_path / "study.toml"
     changed.write_text(command.FILE.read_text() + "\n# changed\n")
+    changed.with_suffix(".md").write_text("as before")
     with pytest.raises(DataError, match="fixed before its"):
         Study(tmp_path, changed)
 
 
-@pytest.mark.parametrize("task", Study(Path()).tasks)
-def test_every_arm_of_the_study_is_a_valid_configuration(tmp_path: Path, task: str) -> None:
-    study = Study(tmp_path)
+PLANS = (command.FILE, command.FILE.with_name("teach.toml"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "task"), [(p, task) for p in PLANS for task in Study(Path(), p).tasks]
+)
+def test_every_arm_of_a_study_is_a_valid_configuration(
+    tmp_path: Path, plan: Path, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Study, "teacher", lambda *_: tmp_path)
+    study = Study(tmp_path, plan)
     for arm in study.plan["arms"]:
         config = study.config(Cell(task, arm, 0.5, 900), configuration(task), tmp_path)
         built = build_config(TrainConfig, config, arm)

@@ -39,7 +39,7 @@ async def test_an_episode() -> None:
 
 
 async def test_several_calls_run_in_order() -> None:
-    async with begun(make(Counter(), Counter("other"))) as env:
+    async with begun(make(Counter(), Counter(name="other"))) as env:
         calls = (ToolCall("counter", {}), ToolCall("other", {"by": 5}), ToolCall("counter", {}))
         observation, *_ = await env.step(Message("assistant", "", calls))
         expected = [("counter", "1"), ("other", "5"), ("counter", "2")]
@@ -47,9 +47,7 @@ async def test_several_calls_run_in_order() -> None:
 
 
 async def test_the_policy_reads_tool_errors_and_they_do_not_count() -> None:
-    counter = Counter()
-    counter.faults = [errors.ToolError("count what?")]
-    async with begun(make(counter)) as env:
+    async with begun(make(Counter(errors.ToolError("count what?")))) as env:
         observation, *_, info = await env.step(call())
         assert observation[0].content == "count what?"
         assert (info["tool_calls"][0]["ok"], info["tool_calls"][0]["error"]) == (
@@ -67,9 +65,8 @@ async def test_the_record_of_a_huge_error_keeps_head_and_tail() -> None:
     """It is stored in the tree, the journal, the archive and frames of workers; the policy reads
     its text like any result."""
     text = "head" + "x" * 5_000_000 + "tail"
-    counter = Counter()
-    counter.faults = [errors.ToolError(text, {"log": text, "tries": [{"code": text, "number": 3}]})]
-    async with begun(make(counter)) as env:
+    fault = errors.ToolError(text, {"log": text, "tries": [{"code": text, "number": 3}]})
+    async with begun(make(Counter(fault))) as env:
         observation, *_, info = await env.step(call())
         assert observation[0].content == text
         (record,) = info["tool_calls"]
@@ -84,8 +81,7 @@ async def test_the_record_of_a_huge_error_keeps_head_and_tail() -> None:
 @pytest.mark.parametrize("half", ["", chr(0xD83D)], ids=["text", "half a pair"])
 async def test_the_check_of_a_very_long_result_does_not_block_the_loop(half: str) -> None:
     size = 8 * PIECE_CHARS
-    counter = Counter()
-    counter.faults = [errors.ToolError("\u597d" * (size - 1) + half + "\u597d" * size)]
+    counter = Counter(errors.ToolError("\u597d" * (size - 1) + half + "\u597d" * size))
     async with begun(make(counter)) as env:
         turns = 0
 
@@ -115,8 +111,7 @@ async def test_the_policy_may_call_the_reserved_name_of_malformed_calls(
 
 @on_virtual_clock
 async def test_infrastructure_is_retried_and_never_shown() -> None:
-    counter = Counter()
-    counter.faults = [errors.InfraError("gone"), errors.InfraError("gone")]
+    counter = Counter(errors.InfraError("gone"), errors.InfraError("gone"))
     async with begun(make(counter), seed=4) as env:
         loop = asyncio.get_running_loop()
         start = loop.time()
@@ -129,9 +124,7 @@ async def test_infrastructure_is_retried_and_never_shown() -> None:
 async def test_the_seconds_of_a_failed_attempt_are_recorded_as_waiting() -> None:
     """Two tries of 3 s, one of which fails; the break between them is 0.1 s, and up to half as
     long again."""
-    slow = Counter(latency_s=3.0)
-    slow.faults = [errors.InfraError("gone")]
-    async with begun(make(slow)) as env:
+    async with begun(make(Counter(errors.InfraError("gone"), latency_s=3.0))) as env:
         with working(WorkClock()) as clock:
             *_, info = await env.step(call())
             assert clock() == pytest.approx(3.0)
@@ -145,8 +138,7 @@ async def test_an_infrastructure_outage_is_awaited_for_outage_s_and_then_fails(
     outage_s: float, num_tries: int
 ) -> None:
     """0.1 s, doubled up to 10 s, each up to half as long again, so 11 waits until 60 s are over."""
-    counter = Counter()
-    counter.faults = [errors.InfraError(f"gone {i}") for i in range(99)]
+    counter = Counter(*[errors.InfraError(f"gone {i}") for i in range(99)])
     async with begun(make(counter, outage_s=outage_s), seed=4) as env:
         with pytest.raises(errors.OutageError, match=f"failed {num_tries} times"):
             await env.step(call())
@@ -159,8 +151,7 @@ async def test_a_tool_outage_is_logged_once_a_minute_and_shown(
 ) -> None:
     """However many rollouts wait for it."""
     await close_shared()  # state of other tests
-    counter = Counter()
-    counter.faults = [errors.InfraError("connection refused")] * 400
+    counter = Counter(*[errors.InfraError("connection refused")] * 400)
     envs = [make(counter, outage_s=100.0) for _ in range(8)]
     for env in envs:
         await env.reset(seed=4)
@@ -188,9 +179,7 @@ async def test_a_tool_that_hangs_is_stopped() -> None:
 
 
 async def test_a_bug_in_a_tool_is_named_with_the_call() -> None:
-    counter = Counter()
-    counter.faults = [ZeroDivisionError()]
-    async with begun(make(counter)) as env:
+    async with begun(make(Counter(ZeroDivisionError()))) as env:
         with pytest.raises(errors.CrashError, match=r"'counter'.*ZeroDivisionError"):
             await env.step(call())
 

@@ -37,14 +37,14 @@ async def test_a_fork_is_independent() -> None:
     ],
 )
 def test_fork_mode_is_the_weakest(modes: list[ForkMode], weakest: str) -> None:
-    tools = [Counter(f"tool{number}") for number in range(len(modes))]
+    tools = [Counter(name=f"tool{number}") for number in range(len(modes))]
     for one, mode in zip(tools, modes, strict=True):
         one.fork_mode = mode
     assert make(*tools).fork_mode == weakest
 
 
 async def test_a_failed_fork_closes_its_partial_copies() -> None:
-    first, second = Counter("first"), Counter("second")
+    first, second = Counter(name="first"), Counter(name="second")
     second.fork_fault = InfraError("full")
     async with begun(make(first, second)) as env:
         with pytest.raises(EnvError, match="fork failed: full"):
@@ -55,7 +55,7 @@ async def test_a_failed_fork_closes_its_partial_copies() -> None:
 @pytest.mark.parametrize("num_steps", range(1, 9))
 async def test_a_cancellation_at_any_point_leaves_nothing_open(num_steps: int) -> None:
     """A fork, a step or a close, cancelled after so many turns of the loop."""
-    tools = [Counter("counter"), Counter("second"), Counter("third")]
+    tools = [Counter(), Counter(name="second"), Counter(name="third")]
 
     async def use(env: ToolEnv) -> None:
         child = await env.fork()
@@ -82,7 +82,7 @@ async def test_a_tool_that_fails_to_close_does_not_keep_the_others_open() -> Non
             raise InfraError("stuck")
 
     good = Counter()
-    env = make(Bad("bad"), good)
+    env = make(Bad(name="bad"), good)
     await env.reset()
     with pytest.raises(EnvError, match="bad: stuck"):
         await env.close()

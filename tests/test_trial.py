@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -78,24 +78,21 @@ class RoomsEnv(ToolEnv):
         return Grade(float(right), right)
 
 
-class Same(Book):
-    async def fork(self, state: Any) -> Any:
-        return state
+def forking(change: Callable[[Any], Any]) -> type[Book]:
+    class Forking(Book):
+        async def fork(self, state: Any) -> Any:
+            return change(state)
+
+    return Forking
+
+
+Same, Lost = forking(lambda state: state), forking(lambda state: None)
+Raising = forking(lambda state: state["none"])
 
 
 class Shallow(Book):
     async def fork(self, state: Any) -> Any:
         return dict(state)
-
-
-class Lost(Book):
-    async def fork(self, state: Any) -> Any:
-        return None
-
-
-class Raising(Book):
-    async def fork(self, state: Any) -> Any:
-        raise KeyError("taken")
 
 
 class Global(Book):
@@ -287,10 +284,13 @@ class Calls(ToolEnv):
 
 COPY, KEEP = "return a copy from `fork`", "changed and is shared: keep it in the state"
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "same state": (Same, f"state of the tool 'book' is the same object after a fork; {COPY}"),
+    "same state": (
+        forking(lambda state: state),
+        f"state of the tool 'book' is the same object after a fork; {COPY}",
+    ),
     "shallow": (Shallow, f"the state of the tool 'book' changed when a fork .* acted; {COPY}"),
     "lost": (Lost, f"state of the tool 'book' is None after a fork; {COPY}"),
-    "raising": (Raising, "the fork of the tool 'book' raised KeyError: 'taken' .test_trial.py, l"),
+    "raising": (Raising, "the fork of the tool 'book' raised KeyError: 'none' .test_trial.py, l"),
     "global": (Global, f"'book'.* 'EVERYWHERE' of tests.test_trial {KEEP}"),
     "class": (OfClass, f"'book'.* 'slots' of OfClass {KEEP}"),
     "default": (Default, f"'book'.* a default of Default.calendar {KEEP}"),
@@ -319,14 +319,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 
 def maker(name: str, folder: Path) -> Callable[[Task], Any]:
     found: Any = MISTAKES[name][0]
-    if isinstance(found, type) and issubclass(found, InFile):
-        kind = found
-        return lambda task: RoomsEnv(task, kind(folder / "calendar.txt"))
-    if isinstance(found, type) and issubclass(found, Book):
-        tool_kind: Any = found
-        return lambda task: RoomsEnv(task, tool_kind())
-    make: Callable[[Task], Any] = found
-    return make
+    if not (isinstance(found, type) and issubclass(found, Book)):
+        return cast(Callable[[Task], Any], found)
+    own = [folder / "calendar.txt"] if issubclass(found, InFile) else []
+    return lambda task: RoomsEnv(task, found(*own))
 
 
 CALLS = [ToolCall("book", {"room": room, "hour": 9}) for room in ROW["rooms"]]

@@ -19,6 +19,7 @@ import ast
 import pytest
 
 from tests.support.sources import texts
+from tests.test_loop_disk import name_of
 
 SOCKETS = {"sock_recv", "sock_recv_into", "sock_sendall", "sock_accept", "sock_connect"}
 SOCKETS |= {"readexactly", "readuntil", "readline", "drain", "wait_closed", "open_connection"}
@@ -115,12 +116,6 @@ ALLOWED = {
 NO_WAITS = {"_current.get", "capture.get", "LoopThread.acquire"}  # their names alone
 
 
-def _name(call: ast.Call) -> str:
-    """The last part of the called name."""
-    function = call.func
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-
-
 def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
@@ -130,7 +125,7 @@ def _has_time(call: ast.Call) -> bool:
 
 
 def _is_wait(call: ast.Call) -> bool:
-    name, text = _name(call), ast.unparse(call)
+    name, text = name_of(call), ast.unparse(call)
     if name in BARE and isinstance(call.func, ast.Attribute):
         return not call.args and not call.keywords and ast.unparse(call.func) not in NO_WAITS
     if name == "drain":
@@ -185,7 +180,7 @@ class _Walk(ast.NodeVisitor):
         for item in node.items:
             self.visit(item)  # later ones are inside earlier ones
             call = item.context_expr
-            if isinstance(call, ast.Call) and _name(call) in BOUNDS:
+            if isinstance(call, ast.Call) and name_of(call) in BOUNDS:
                 self._bounded = self._bounded or not any(map(_is_none, call.args))
         for statement in node.body:
             self.visit(statement)
@@ -198,7 +193,7 @@ class _Walk(ast.NodeVisitor):
         if _is_wait(node) and not self._bounded and not _has_time(node):
             self.found.append((".".join(self._names), ast.unparse(node.func)))
         before = self._bounded
-        self._bounded = before or (_name(node) in BOUNDS and not any(map(_is_none, node.args)))
+        self._bounded = before or (name_of(node) in BOUNDS and not any(map(_is_none, node.args)))
         self.generic_visit(node)
         self._bounded = before
 

@@ -33,6 +33,7 @@ from agentenv.training.reports.recorder import RunRecorder
 from agentenv.training.supervised.assembly import TrainingAssembly
 from agentenv.training.supervised.cold_start import cold_start
 from agentenv.training.supervised.self_critic import SelfCritic
+from agentenv.training.supervised.teaching import make_teacher
 from agentenv.training.workers.engine_worker import ClusterServers
 from agentenv.training.workers.ray_placement import RayPlacement, RaySetup
 
@@ -151,6 +152,7 @@ ADDED: dict[str, Any] = {  # arguments of Training
     "start_workers": start_workers,
     "cold_start": cold_start,
     "make_critic": SelfCritic,
+    "make_teacher": make_teacher,
 }
 
 

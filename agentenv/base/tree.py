@@ -206,16 +206,17 @@ class Scored(Struct, array_like=True):
 
     `proximal` has the log-probs under the weights before the update, nan where the engine's replace
     them; `logprobs` those at the token's first training; `entropies` belong to `proximal`, while
-    the node has the engine's. Nats, float32.
+    the node has the engine's; `teacher` has a teacher's log-probs. Nats, float32.
     """
 
     proximal: Nats = field(default_factory=lambda: array("f"))
     logprobs: Nats = field(default_factory=lambda: array("f"))
     entropies: Nats = field(default_factory=lambda: array("f"))
+    teacher: Nats = field(default_factory=lambda: array("f"))
 
     def __post_init__(self) -> None:
-        self.proximal, self.logprobs = _packed("f", self.proximal), _packed("f", self.logprobs)
-        self.entropies = _packed("f", self.entropies)
+        for name in self.__struct_fields__:
+            setattr(self, name, _packed("f", getattr(self, name)))
 
 
 class TrajectoryTree(Struct):

@@ -22,7 +22,8 @@ from agentenv.base.secrets import SECRETS
 VLLM_IPC = "agentenv_ipc"  # our vLLM backend for weights in shared memory of the learner
 SGLANG_RESERVED = 2  # tokens of its context length that an SGLang server does not use
 # In addition to the policy, which is [engine].
-ROLES = ("summarizer", "judge", "debugger", "refiner", "user")
+TEACHER = "teacher"  # the role that scores tokens
+ROLES = ("summarizer", "judge", "debugger", "refiner", "user", TEACHER)
 
 
 KEY_ENV = "AGENTENV_SERVER_KEY"  # variable with the key of engine servers that a run starts
@@ -156,7 +157,10 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = ""
     model: Annotated[str, about("Hugging Face directory; required to start a server")] = ""
-    engine: Annotated[Literal["vllm", "sglang"], about("engine that serves it")] = "vllm"
+    engine: Annotated[
+        Literal["vllm", "sglang", "learner"],
+        about("engine that serves it; learner: roles.teacher is a model on the learner's ranks"),
+    ] = "vllm"
     max_model_len: Annotated[int, about("tokens of prompt and answer; 0: the model's", ge=0)] = 0
     api_key_env: ClientKeyEnv = ""
 
@@ -164,6 +168,13 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         check_key(self.host, has_key=bool(self.api_key_env))
         if bool(self.url) == bool(self.model):
             raise ConfigError("roles.NAME: set exactly one of url and model")
+        if self.engine == "learner" and self.url:
+            raise ConfigError("roles.teacher: the learner loads a model; expected no url")
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the run starts a server for it."""
+        return not self.url and self.engine != "learner"
 
 
 class Served(Struct, frozen=True):

@@ -23,13 +23,14 @@ from agentenv.base.errors import EngineError, ForeignError, reported_as
 from agentenv.base.types import Chunk, SamplingParams, VersionSpan
 from agentenv.base.untrusted import decode
 from agentenv.contract.engine import check_request
-from agentenv.contract.http_client import Count, Logprob, RefusedError, reply_bytes
+from agentenv.contract.http_client import Count, Logprob, RefusedError
 from agentenv.contract.request import BusyError, PartEnd, ServerLoad, ServerLostError, ServerRequest
 from agentenv.contract.server_config import SGLANG_RESERVED
 from agentenv.contract.weights import Bucket, Group, Manifest
 from agentenv.engines.pool.pooled_engine import SERVERS, PooledEngineConfig
 from agentenv.engines.remote import probes
 from agentenv.engines.remote.base import AnswerParser, LabeledSpan, top_k_entropies
+from agentenv.engines.remote.scoring import by_sglang
 from agentenv.engines.remote.weight_sync import WeightSync
 
 QUEUE_FULL = "queue is full"  # a refusal by --max-queued-requests
@@ -232,16 +233,6 @@ class SGLangAnswer(AnswerParser):
         return ServerLostError(text) if lost else EngineError(text)
 
 
-class ScoredMeta(Struct):
-    input_token_logprobs: list[tuple[float | None, int, str | None]]
-
-
-class SGLangScores(Struct):
-    """The answer with the log-probs of a prompt."""
-
-    meta_info: ScoredMeta
-
-
 # Load figures.
 
 RETRACTED = "sglang:num_retracted_requests_total"
@@ -298,16 +289,8 @@ class SGLangServer(WeightSync[probes.SGLangFacts]):
 
     async def scores(self, ids: Sequence[int], start: int) -> list[float]:
         await self._known()
-        body = {
-            "input_ids": list(ids),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": start - 1,
-        }
-        most = reply_bytes(len(ids), 1)
-        found = await self._http.call_as(SGLangScores, "POST", "/generate", body, max_bytes=most)
-        scored = found.meta_info.input_token_logprobs[start - len(ids) :]
-        return [nan if one[0] is None else one[0] for one in scored]
+        rows = await by_sglang(self._http, ids, start, 0)
+        return [one.get(token, nan) for token, one in zip(ids[start:], rows, strict=True)]
 
     async def load(self) -> ServerLoad:
         """Sums over data-parallel ranks and workers; the fullest cache. Preemptions count with

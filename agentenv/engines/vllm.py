@@ -15,14 +15,13 @@ from math import nan
 from pathlib import Path
 from typing import Any, ClassVar
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from agentenv.base.errors import ConfigError, EngineError, reported_as
 from agentenv.base.offload import in_thread
 from agentenv.base.types import Chunk
 from agentenv.contract.engine import check_request
-from agentenv.contract.http_client import Logprob, RefusedError, reply_bytes
+from agentenv.contract.http_client import RefusedError
 from agentenv.contract.request import (
     ForeignWeightsError,
     PartEnd,
@@ -34,6 +33,7 @@ from agentenv.contract.request import (
 from agentenv.contract.weights import Bucket, Group, SharedWeights, Wire, check_adapter, is_adapter
 from agentenv.engines.pool.pooled_engine import SERVERS, PooledEngineConfig
 from agentenv.engines.remote import probes
+from agentenv.engines.remote.scoring import by_vllm
 from agentenv.engines.remote.vllm_answer import NoPluginError, VLLMAnswer, request_body
 from agentenv.engines.remote.weight_sync import WeightSync
 from agentenv.text.endpoint import Models
@@ -44,16 +44,6 @@ METRICS: dict[str, Callable[[list[float]], float]] = {
     "vllm:kv_cache_usage_perc": max,  # the fullest of data-parallel engines
     "vllm:num_preemptions_total": sum,
 }
-
-
-class ScoredToken(Struct):
-    logprob: Logprob
-
-
-class VLLMScores(Struct):
-    """The answer with the log-probs of a prompt, by token id."""
-
-    prompt_logprobs: list[dict[int, ScoredToken] | None]
 
 
 class Sent:
@@ -165,17 +155,10 @@ class VLLMServer(WeightSync[probes.VLLMFacts]):
         return answer
 
     async def scores(self, ids: Sequence[int], start: int) -> list[float]:
-        await self._known()
-        body = {
-            "token_ids": list(ids),
-            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
-            "cache_salt": self._salt,
-        }
-        body |= {"model": self._adapter} if self._adapter else {}
-        most = reply_bytes(len(ids), 1)
-        found = await self._http.call_as(VLLMScores, "POST", probes.GENERATE, body, max_bytes=most)
-        pairs = zip(ids[start:], found.prompt_logprobs[start:], strict=True)
-        return [one[token].logprob if one else nan for token, one in pairs]
+        facts = await self._known()
+        keys = {"model": self._adapter or facts.info.model, "cache_salt": self._salt}
+        rows = await by_vllm(self._http, ids, start, 0, keys)
+        return [one.get(token, nan) for token, one in zip(ids[start:], rows, strict=True)]
 
     async def _try_out(self) -> None:
         await self._drop_prefixes()

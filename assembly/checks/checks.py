@@ -182,6 +182,7 @@ START: tuple[Check, ...] = (
     Check("adapter", "configuration", TRAIN, start_checks.adapter, NOTHING),
     Check("helpers", "configuration", EVALUATE, start_checks.helpers, NOTHING),
     Check("roles", "configuration", SAMPLING, start_checks.roles, NOTHING),
+    Check("teacher", "configuration", TRAIN, start_checks.teacher, NOTHING),
     Check("disk", "files", RUNS, start_checks.disk, MACHINE),
     Check("hub", "files", ALL, start_checks.of_the_hub),
     Check("files", "files", RUNS, start_checks.files),
@@ -195,6 +196,7 @@ START: tuple[Check, ...] = (
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
     Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
     Check("model type", "model", RUNS, start_checks.model_type, MODEL),
+    Check("teacher's tokens", "model", TRAIN, start_checks.teacher_tokens, MODEL),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
     Check("context", "model", SAMPLING, start_checks.context, MODEL),

@@ -238,7 +238,12 @@ def bytes_of(dtype: str) -> int:
 
 
 def learner_memory(
-    shape: ModelShape, config: LearnerConfig, num_tokens: int, *, has_reference: bool = False
+    shape: ModelShape,
+    config: LearnerConfig,
+    num_tokens: int,
+    *,
+    has_reference: bool = False,
+    teacher: ModelShape | None = None,
 ) -> Memory:
     """Memory of one rank. `num_tokens`: its tokens of the largest micro-batch. In main memory,
     weights are mapped from files that all ranks share, and are loaded, saved and exported one by
@@ -251,6 +256,8 @@ def learner_memory(
     if has_reference:
         parts = config.num_ranks if config.zero_stage == 3 else 1
         gpu["reference policy"] = b * whole / parts
+    if teacher is not None:
+        gpu["teacher"] = float(b * teacher.num_params)
     if config.zero_stage == 3:
         largest = max(shape.embedding, shape.layer)
         gpu["gathered weights"] = LARGEST_FACTOR * largest + b * min(LIVE_ELEMENTS, whole)

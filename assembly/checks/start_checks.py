@@ -28,6 +28,7 @@ from agentenv.assembly.parts.environments import (
     tables_of,
     try_env,
 )
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.run.rundir import check_writable
 from agentenv.assembly.serving.gpus import trains_on_gpu
 from agentenv.assembly.serving.server_command import find_python
@@ -44,6 +45,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.weights import read_layout
 from agentenv.data.data_files import is_generated
 from agentenv.engines.openai import OpenAIConfig
+from agentenv.engines.remote.scoring import SAMPLE
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.check import check_algorithm
@@ -258,6 +260,37 @@ async def roles(assembly: Assembly[Any]) -> None:
     check_roles(assembly.config)
 
 
+async def teacher(assembly: Assembly[TrainConfig]) -> None:
+    """A teacher behind a server scores at temperature 1, over the whole vocabulary."""
+    config = assembly.config
+    role, top_k = config.roles.get("teacher"), config.algorithm.teach_top_k
+    hint = config.algorithm.hint
+    if hint and not config.algorithm.teach:
+        raise ConfigError(f"algorithm.hint = {hint!r} is unused: algorithm.teach is 0")
+    if hint and role is not None and role.engine != "learner":
+        raise ConfigError(
+            'algorithm.hint: the learner scores hints; set roles.teacher.engine = "learner", or '
+            "remove roles.teacher"
+        )
+    if ":" in hint:
+        load_function(hint, "algorithm.hint")
+    elif hint not in ("", "sibling", "gold"):
+        raise ConfigError(f"algorithm.hint = {hint!r}: expected sibling, gold or module:function")
+    if top_k and (config.sampling.is_truncated or config.learner.context_parallel > 1):
+        raise ConfigError(
+            f"algorithm.teach_top_k = {top_k} needs sampling from the whole vocabulary, and "
+            "learner.context_parallel = 1; remove it: each sampled token is compared then"
+        )
+    if role is None or role.engine == "learner":
+        return
+    if config.sampling.is_truncated or any(one != 1 for _, one in config.sampling.points):
+        raise ConfigError(
+            "roles.teacher: a server scores at temperature 1 and over the whole vocabulary; "
+            "remove temperature, top_k, top_p and min_p from sampling.train, or set engine = "
+            '"learner"'
+        )
+
+
 # Files.
 
 
@@ -328,7 +361,7 @@ def launched_servers(
     if engine.launched is not None:
         yield engine.kind, engine.launched, "engine.servers"
     for name, role in config.roles.items():
-        if not role.url:
+        if role.is_launched:
             yield role.engine, role, f"roles.{name}"
 
 
@@ -440,6 +473,27 @@ async def room_for_weights(assembly: Any) -> None:
     found = await assembly.passage()
     if found.message:
         assembly.report(found.message)
+
+
+async def teacher_tokens(assembly: Assembly[TrainConfig]) -> None:
+    """The teacher is another model than the policy, with the same tokens."""
+    role, model = assembly.config.roles.get("teacher"), await assembly.model()
+    if role is None or not role.model or model is None:
+        return  # the tokens of a server are compared when it is connected
+    place = find_checkpoint(assembly.resolve(role.model))
+    if place.resolve() == model.resolve() and not assembly.config.algorithm.hint:
+        raise ConfigError(
+            f"roles.teacher.model = {role.model} is the policy itself, which teaches it nothing; "
+            "expected another model, or a hint (algorithm.hint)"
+        )
+    own, its = [await in_thread(model_files.load_tokenizer, one) for one in (model, place)]
+    same = own.get_vocab() == its.get_vocab() and own.encode(SAMPLE) == its.encode(SAMPLE)
+    least = model_files.vocab_size(place)
+    if not same or least < len(own):
+        raise ConfigError(
+            f"roles.teacher.model = {role.model} has another tokenizer than the policy, or {least} "
+            f"ids for its {len(own)}; expected equal tokens, since the teacher scores the policy's"
+        )
 
 
 # The parts.

@@ -266,7 +266,7 @@ def check_reachable(
     if not isinstance(cluster, WideCluster) or not cluster.is_far:
         return
     started: dict[str, LaunchConfig] = {
-        f"roles.{name}": role for name, role in roles.items() if not role.url
+        f"roles.{name}": role for name, role in roles.items() if role.is_launched
     }
     if engine.launched is not None and not getattr(cluster, "engines", False):
         started["engine.servers"] = engine.launched

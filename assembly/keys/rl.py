@@ -54,6 +54,7 @@ ALGORITHMS = Registry(
         "tree_grpo": "agentenv.learners.algorithms.tree_grpo:TreeGRPO",
         "gigpo": "agentenv.learners.algorithms.gigpo:GiGPO",
         "aepo": "agentenv.learners.algorithms.aepo:AEPO",
+        "distill": "agentenv.learners.algorithms.distill:Distill",
     },
 )
 ENGINES = Registry(

@@ -316,7 +316,24 @@ def check_roles(config: msgspec.Struct) -> None:
                 f"{key} uses {{role:{name}}}, but [roles.{name}] is missing; available: "
                 f"{sorted(roles) or 'none'}"
             )
-    for name in roles:
+    algorithm = getattr(config, "algorithm", None)
+    teach, hint = getattr(algorithm, "teach", 0.0), getattr(algorithm, "hint", "")
+    if teach and "teacher" not in roles and not hint:
+        raise ConfigError(
+            f"algorithm.teach = {teach:g} has no teacher; set roles.teacher.model, with "
+            'roles.teacher.engine = "learner" for a model on the learner\'s ranks, its url, or '
+            'algorithm.hint = "sibling"'
+        )
+    for name, role in roles.items():
+        if role.engine == "learner" and name != "teacher":
+            raise ConfigError(f'roles.{name}.engine = "learner" serves roles.teacher alone')
+        if name == "teacher" and teach:
+            continue
+        if name == "teacher":
+            raise ConfigError(
+                "roles.teacher is unused: algorithm.teach is 0; set its weight, or "
+                'algorithm.name = "distill"'
+            )
         if name not in read:
             raise ConfigError(
                 f"roles.{name} is unused: no text in {', '.join(READERS)} contains "
@@ -332,6 +349,7 @@ async def start_servers(
     for name, role in roles.items():
         if role.url:
             urls[name] = role.url.rstrip("/")
+        if not role.is_launched:
             continue
         model: Path = resolve(role.model)
         key = read_key(role.api_key_env, f"roles.{name}.api_key_env")

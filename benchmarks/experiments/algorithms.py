@@ -65,7 +65,7 @@ def seeds_of(text: str) -> list[int]:
 def configuration(task: str) -> Row:
     """The quick start's configuration, with this task instead of its own."""
     match task:
-        case "chain" | "mend":
+        case "chain" | "mend" | "chain-hinted" | "mend-hinted":
             return chain.configure(quickstart(), task)
         case "noisy":
             return chain.configure(quickstart(), "mend", noise=0.1)

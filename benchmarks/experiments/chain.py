@@ -45,6 +45,9 @@ CLEAN, PRACTICE, MIXED = 2500, 2500, 1000  # demonstrations of each length
 PRACTICE_STEPS = {"chain": 200, "mend": 400}  # dead ends take longer
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 320, "max_turns": 6}
 NOTHING = "No results."
+HINTED = (
+    "-hinted"  # suffix of a task whose cold start also teaches to repeat an attempt that was read
+)
 
 
 class Habits(NamedTuple):
@@ -123,11 +126,16 @@ def configure(raw: dict[str, Any], name: str, noise: float = 0.0) -> dict[str, A
     """The quick start's configuration with the task `name` of `HABITS` in place of its own."""
     kwargs = {"corpus": "{run}/data/facts.json", "noise": noise}
     copies, skills, practice, habits = raw["sft"]["stages"]
-    practice = practice | {"rows": "practice", "num_steps": PRACTICE_STEPS[name]}
+    base, limits = name.removesuffix(HINTED), dict(LIMITS)
+    num_steps, is_hinted = PRACTICE_STEPS[base], base != name
+    if is_hinted:
+        num_steps, habits = 2 * num_steps, habits | {"num_steps": 2 * habits["num_steps"]}
+        limits["max_tool_result_tokens"] = 96  # the question is read again
+    practice = practice | {"rows": "practice", "num_steps": num_steps}
     return raw | {
-        "run": {"setup": f"benchmarks.experiments.chain:prepare_{name}"},
+        "run": {"setup": f"benchmarks.experiments.chain:prepare_{name.replace('-', '_')}"},
         "env": {"id": "bench/Chain-v0", "module": "benchmarks.experiments.chain", "kwargs": kwargs},
-        "limits": raw["limits"] | LIMITS | {"max_tool_calls": LIMITS["max_turns"]},
+        "limits": raw["limits"] | limits | {"max_tool_calls": LIMITS["max_turns"]},
         "sft": raw["sft"] | {"stages": [copies, skills, practice, habits]},
     }
 
@@ -142,7 +150,17 @@ def prepare_mend(run: Path, seed: int) -> str:
     return _prepare(run, seed, "mend")
 
 
-def _prepare(run: Path, seed: int, name: str) -> str:
+def prepare_chain_hinted(run: Path, seed: int) -> str:
+    """As `prepare_chain`; the cold start also teaches to repeat an attempt that was read."""
+    return _prepare(run, seed, "chain", is_hinted=True)
+
+
+def prepare_mend_hinted(run: Path, seed: int) -> str:
+    """As `prepare_chain_hinted`."""
+    return _prepare(run, seed, "mend", is_hinted=True)
+
+
+def _prepare(run: Path, seed: int, name: str, *, is_hinted: bool = False) -> str:
     rng = Random(f"{name} {seed}")
     data = run / "data"
     data.mkdir(parents=True, exist_ok=True)
@@ -154,7 +172,9 @@ def _prepare(run: Path, seed: int, name: str) -> str:
         rows = [world.question(rng, starts[part], n) for n in LENGTHS for _ in range(count)]
         rng.shuffle(rows)
         write_rows(data / f"{part}.jsonl", rows)
-    write_rows(data / "sft.jsonl", _demonstrations(rng, world.forms, name))
+    rows = list(_demonstrations(rng, world.forms, name))
+    again = (repeated(one) for one in rows if one["stage"] in ("practice", "mixed"))
+    write_rows(data / "sft.jsonl", [*rows, *again] if is_hinted else rows)
     gate = (demonstration(rng, n, "gate", first_form) for n in LENGTHS for _ in range(GATE))
     write_rows(data / "gate.jsonl", gate)
     build_model(run / "model", seed)
@@ -230,6 +250,16 @@ def demonstration(
     turns.append({"action": last if knows else giving_up, "result": None})
     about = {"stage": stage, "kind": f"chain{length}", "question": ask(start, chain)}
     return about | {"turns": turns}
+
+
+def repeated(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The demonstration twice, so that the policy learns to repeat an attempt that it reads."""
+    messages = [{"role": "user", "content": row["question"]}]
+    for turn in row["turns"]:
+        messages.append({"role": "assistant", "content": turn["action"]})
+        if turn["result"] is not None:
+            messages.append({"role": "tool", "content": turn["result"]})
+    return {"stage": row["stage"], "kind": row["kind"], "messages": messages * 2}
 
 
 def first_form(rng: Random, relation: str) -> list[tuple[int, bool]]:

@@ -25,6 +25,7 @@ from agentenv.contract.env import Grade
 from agentenv.contract.env_registry import register
 from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.tools import StatelessTool
+from benchmarks.experiments.chain import HINTED, repeated
 
 KINDS = ("red", "blue", "green", "black", "white", "brown")
 MOVES = ("left", "right", "up", "down", "jump", "wait")
@@ -33,6 +34,7 @@ MASTERED, UNLEARNED = 0.97, 0.5  # chance of the right move after the cold start
 NUMBERS = {"train": range(60), "heldout": range(60, 100)}
 DEMONSTRATIONS = 4000
 TOP = "top"
+HINTED_STEPS = 600  # of the cold start that also teaches to repeat an attempt
 LIMITS = {"max_prompt_tokens": 32, "max_turn_tokens": 8, "max_tool_result_tokens": 8}
 
 register("bench/Ladder-v0", "benchmarks.experiments.ladder:LadderEnv")
@@ -97,9 +99,13 @@ def unlearned(profile: str, rungs: int) -> set[int]:
 
 def configure(raw: dict[str, Any], name: str) -> dict[str, Any]:
     """The quick start's configuration with the task `name`, as `late-8`."""
-    rungs = int(name.rpartition("-")[2])
+    rungs = int(name.split("-")[1])
     stage = {"rows": "habits", "num_steps": 250, "batch_size": 16, "lr_scale": [0.5, 0.05]}
+    if name.endswith(HINTED):
+        stage["num_steps"] = HINTED_STEPS
     limits = {"max_response_tokens": 16 * rungs + 16, "max_turns": rungs + 1}
+    if name.endswith(HINTED):
+        limits["max_tool_result_tokens"] = 32  # the question is read again
     sft = raw["sft"] | {"gate_threshold": 0.0}  # moves are drawn: nothing has to match
     return raw | {
         "run": {"setup": f"benchmarks.experiments.ladder:prepare_{name.replace('-', '_')}"},
@@ -111,13 +117,13 @@ def configure(raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 def __getattr__(name: str) -> Any:
     """`prepare_PROFILE_RUNGS`: writes data and an untrained model into the folder of a run."""
-    if (found := re.fullmatch(rf"prepare_({'|'.join(PROFILES)})_(\d+)", name)) is None:
+    if (found := re.fullmatch(rf"prepare_({'|'.join(PROFILES)})_(\d+)(_hinted)?", name)) is None:
         raise AttributeError(name)
-    profile, rungs = found[1], int(found[2])
-    return lambda run, seed: prepare(run, seed, profile, rungs)
+    profile, rungs, is_hinted = found[1], int(found[2]), bool(found[3])
+    return lambda run, seed: prepare(run, seed, profile, rungs, is_hinted=is_hinted)
 
 
-def prepare(run: Path, seed: int, profile: str, rungs: int) -> str:
+def prepare(run: Path, seed: int, profile: str, rungs: int, *, is_hinted: bool = False) -> str:
     rng = Random(f"ladder {profile} {rungs} {seed}")
     right = {kind: rng.choices(MOVES, k=rungs) for kind in KINDS}
     data = run / "data"
@@ -131,7 +137,8 @@ def prepare(run: Path, seed: int, profile: str, rungs: int) -> str:
         write_rows(data / f"{part}.jsonl", rows)
     hard = unlearned(profile, rungs)
     demonstrations = [demonstration(rng, right, hard) for _ in range(DEMONSTRATIONS)]
-    write_rows(data / "sft.jsonl", demonstrations)
+    again = [repeated(row) for row in demonstrations] if is_hinted else []
+    write_rows(data / "sft.jsonl", demonstrations + again)
     write_rows(data / "gate.jsonl", [demonstration(rng, right, hard) for _ in range(8)])
     texts = [
         text

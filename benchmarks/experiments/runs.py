@@ -154,6 +154,7 @@ COUNTED = {  # the figures of a point, sums over the steps so far
     "calls": "rollout/tool_calls",
     "led": "rollout/led_calls",
     "roots": "rollout/roots",
+    "trajectories": "rollout/trajectories",
     "tokens": "learner/num_tokens",
     "learner_s": "learner/cpu_s",
 }

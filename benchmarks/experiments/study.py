@@ -6,9 +6,9 @@
 Runs what is missing of the stages up to `--stage`, at low priority, and prints the tables of the
 last one. Runs are those of lockstep.py: equal seeds give equal runs, to the bit, so that arms are
 compared in pairs of seeds. The result of a run is one line of FOLDER/results.jsonl, with the digest
-of the plan, of the predictions, and of the files of tasks and arms; a run with a line is not
-repeated, so that the command may be cut off, and the file carried to another machine. With
---minutes no run starts later than that.
+of the plan, of its predictions (the same name with .md), and of the files of tasks and arms; a run
+with a line is not repeated, so that the command may be cut off, and the file carried to another
+machine. With --minutes no run starts later than that.
 
 Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
 rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
@@ -47,7 +47,6 @@ from benchmarks.experiments.runs import SET, START, arm_config, read_arm, start_
 from benchmarks.experiments.tables import markdown
 
 FILE = Path(__file__).with_name("study.toml")
-PREDICTIONS = Path(__file__).with_name("predictions.md")
 MODULES = (chain, ladder, posterior, rescue)
 RATES = ("learning_rate", "muon_learning_rate")
 STAGES = "abcde"
@@ -67,6 +66,7 @@ COSTS = {
     "calls + 5 set-ups": {"calls": 1, "roots": 5},
     "calls + 20 set-ups": {"calls": 1, "roots": 20},
     "learner s": {"learner_s": 1},
+    "trajectories": {"trajectories": 1},
 }
 
 
@@ -87,7 +87,7 @@ class Study:
     """The plan, and what is known so far."""
 
     def __init__(self, out: Path, file: Path = FILE) -> None:
-        texts = [file.read_bytes(), PREDICTIONS.read_bytes()]
+        texts = [file.read_bytes(), file.with_suffix(".md").read_bytes()]
         texts += [inspect.getsource(module).encode() for module in MODULES]
         self.digest = hashlib.sha256(b"".join(texts)).hexdigest()
         self.plan: Row = tomllib.loads(texts[0].decode())
@@ -140,10 +140,12 @@ class Study:
 
     def config(self, cell: Cell, raw: Row, start: Path) -> Row:
         """Of the run."""
-        groups = int(cell.arm.rpartition("x")[2])
-        config = arm_config(
-            raw, self.plan["arms"][cell.arm], start, cell.seed, 10_000, self.plan["questions"]
-        )
+        groups, arm = int(cell.arm.rpartition("x")[2]), dict(self.plan["arms"][cell.arm])
+        teacher = arm.pop("teacher", "")
+        config = arm_config(raw, arm, start, cell.seed, 10_000, self.plan["questions"])
+        if teacher:
+            run = self.teacher(cell._replace(arm=teacher), start)
+            config["roles"] = {"teacher": {"engine": "learner", "model": str(run)}}
         config["queue"]["groups_per_step"] = groups
         config["learner"] |= {
             "groups_per_minibatch": groups,
@@ -154,6 +156,19 @@ class Study:
         config["eval"]["sets"][SET]["every"] = self.tasks[cell.task]["every"]
         config["train"]["max_untrained_steps"] = 10_000  # a policy that collapses is a result too
         return config | {"checkpoint": {"every": 0, "best_metric": f"{SET}/success"}}
+
+    def teacher(self, cell: Cell, start: Path) -> Path:
+        """A finished run of another arm, at the first rate, from the same cold start; or that."""
+        if cell.arm == START:
+            return start
+        run, cell = (
+            start.with_name(f"teacher-{cell.arm}"),
+            cell._replace(rate=self.plan["first_rate"]),
+        )
+        if not (run / "summary.json").is_file():
+            raw = self.config(cell, configuration(cell.task), start)
+            self.train(run, raw, self.tasks[cell.task]["calls"])
+        return run
 
     # choices
 

@@ -232,7 +232,9 @@ class _Planner:
         memory = estimates.Memory()
         if self.shape is not None:
             check_heads(self.shape.heads, learner.context_parallel)
-            memory = estimates.learner_memory(self.shape, learner, tokens, has_reference=reference)
+            memory = estimates.learner_memory(
+                self.shape, learner, tokens, has_reference=reference, teacher=self._teacher()
+            )
             size = estimates.checkpoint_bytes(self.shape, learner, has_reference=reference)
             self.plan.checkpoint_bytes = size
             self.plan.made.append(saving_line(size, config.checkpoint.finish_s))
@@ -255,6 +257,13 @@ class _Planner:
             min(estimates.RESERVE_BYTES, memory.gpu_bytes) if self.colocated else memory.gpu_bytes
         )
         self.plan.add(process, serving=serving, training=memory.gpu_bytes)
+
+    def _teacher(self) -> estimates.ModelShape | None:
+        """The shape of a teacher on the learner's ranks."""
+        role = getattr(self.config, "roles", {}).get("teacher")
+        if role is None or role.engine != "learner":
+            return None
+        return self._shape(find_checkpoint(self.resolve(role.model)), "roles.teacher.model")
 
     def _add_engine(self, engine: EngineConfig) -> None:
         """Add the processes of the engine."""
@@ -293,6 +302,9 @@ class _Planner:
         if role.url:
             note = f"already running at {role.url}"
             self.plan.processes.append(Process(f"{name} server", 0, note=note))
+            return
+        if not role.is_launched:
+            self.plan.processes.append(Process(name, 0, note="a model on the learner's ranks"))
             return
         key = f"roles.{name}"
         shape = self._shape(self.resolve(role.model), f"{key}.model", role.quantization)

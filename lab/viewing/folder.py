@@ -275,6 +275,7 @@ def _node(kept: KeptTree, node: Node, texts: Texts | None) -> Figures:
         "logprobs": _rounded(node.logprobs),
         "proximal": _rounded(scored.proximal),
         "learner": _rounded(scored.logprobs),
+        "teacher": _rounded(scored.teacher),
         "entropies": _rounded(scored.entropies if len(scored.entropies) else node.entropies),
         "versions": [[span.version, span.start, span.end] for span in node.version_spans],
         "observation": "".join(_texts(node.observation_ids, texts)),

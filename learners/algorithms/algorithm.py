@@ -83,6 +83,9 @@ DualClip = Annotated[
 NormalizeByStd = Annotated[
     bool, about("divide advantages by the group's deviation; false is Dr. GRPO's")
 ]
+TeachKey = Annotated[
+    float, about("weight of the teacher, [roles.teacher]: of its log-prob minus the policy's", ge=0)
+]
 Compat = Annotated[
     Literal["none", "reference"],
     about("reference: follow the released code where it differs from the paper"),
@@ -108,7 +111,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     """
 
     group_size: Annotated[
-        int, about("trajectories per question, the group of the advantage", ESSENTIAL, ge=2)
+        int, about("trajectories per question, the group of the advantage", ESSENTIAL, ge=1)
     ] = 8
     aggregation: AggregationKey = "token-mean"
     norm_length: Annotated[
@@ -135,6 +138,27 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     overlong_buffer: Annotated[
         int, about("tokens before overlong_tokens over which the penalty grows", ge=1)
     ] = 512
+    teach: TeachKey = 0.0
+    teach_gate: Annotated[
+        float, about("factor sigmoid(teach_gate * difference) of that advantage; 0: none", ge=0)
+    ] = 0.0
+    hint: Annotated[
+        str,
+        about(
+            "text that only the teacher reads, before the turns of a failed trajectory: sibling "
+            "(the rest of the best successful one), gold, or module:function of the tree and the "
+            "trajectory; without roles.teacher the policy with the hint is the teacher"
+        ),
+    ] = ""
+    teach_top_k: Annotated[
+        int,
+        about(
+            "likeliest ids of the teacher at each token, whose KL is the loss; 0: its log-prob of "
+            "the sampled one",
+            ge=0,
+            le=20,
+        ),
+    ] = 0
     importance_cap: Annotated[
         Annotated[float, Meta(gt=0)] | Literal["none"],
         about("upper bound of the proximal / behavior weight of a token; none: weight 1"),
@@ -179,6 +203,10 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
     ] = 0.0
 
     def __post_init__(self) -> None:
+        if self.group_size < self.least_group_size:
+            raise ConfigError(
+                "algorithm.group_size = 1: an advantage compares trajectories; expected at least 2"
+            )
         if self.overlong_tokens and self.overlong_buffer > self.overlong_tokens:
             raise ConfigError("algorithm: overlong_buffer must be at most overlong_tokens")
         is_by_leaf = self.needs_leaves or type(self).over_update is not Algorithm.over_update
@@ -194,6 +222,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
                 "algorithm.reference_every: no reference policy; set kl_loss or kl_reward"
             )
 
+    least_group_size: ClassVar[int] = 2
     is_released: ClassVar[bool] = False  # the form of compat = "reference"
     clips_sequences: ClassVar[bool] = False  # ratios are those of whole trajectories
     refills: ClassVar[bool] = False  # groups of equal returns are replaced, as with `queue.refill`
@@ -302,7 +331,7 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         H, the last two weighted by `batch.weight`, over `batch.total_weight`. A mini-batch without
         tokens gives 0.
         """
-        from agentenv.learners.algorithms.losses import kl_loss
+        from agentenv.learners.algorithms.losses import coarse_kl, kl_loss
 
         total = batch.total_weight or 1.0
         ratio = self.ratio(logprobs, batch.proximal)
@@ -312,6 +341,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
             per_token = batch.value + batch.slope * (logprobs - logprobs.detach())
         else:
             per_token = self.token_loss(ratio, adv_pos) + self.token_loss(ratio, adv_neg)
+        if batch.dense is not None:
+            per_token = per_token + self.token_loss(ratio, batch.dense)
         loss = (batch.importance * per_token).sum() / total
         part = batch.weight / (batch.sum_weight or 1.0)
         metrics = self._metrics(batch, logprobs.detach(), ratio.detach(), part)
@@ -322,6 +353,9 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         if batch.reference is not None:
             difference = logprobs.detach() - batch.reference
             metrics["kl_to_reference"] = (part * difference).sum()
+        if batch.taught is not None and batch.teacher is not None:
+            kl = coarse_kl(batch.taught, batch.teacher)
+            loss = loss + self.teach * (batch.weight * kl).sum() / total
         if self.entropy_bonus > 0:
             loss = loss - self.entropy_bonus * (batch.weight * entropies).sum() / total
         return loss, {"loss": loss.detach(), **metrics}

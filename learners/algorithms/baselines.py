@@ -191,6 +191,10 @@ class GSPO(algorithm.Algorithm, frozen=True, kw_only=True, tag="gspo"):
     normalize_by_std: algorithm.NormalizeByStd = True
     clips_sequences: ClassVar[bool] = True
 
+    def token_loss(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Of dense advantages, whose ratios are those of tokens: not clipped."""
+        return -advantages * ratio
+
 
 class CISPO(algorithm.Algorithm, frozen=True, kw_only=True, tag="cispo"):
     """Clipped importance sampling policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4).

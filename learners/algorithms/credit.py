@@ -9,8 +9,8 @@ below it, and the number of those leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,11 +33,36 @@ ROUNDING = 1e-12  # of a return, which is a sum of rewards; relative above 1
 MIN_GROUP_FRACTION = 0.75  # of the leaves of a whole group; a mean of fewer is too noisy
 
 
+class Taught(NamedTuple):
+    """The teacher's likeliest ids for each sampled token, int64 [tokens, k], and their log-probs,
+    nats, float64; nan where it did not score."""
+
+    ids: NDArray[np.int64]
+    logprobs: Floats
+
+    @classmethod
+    def unknown(cls, num_tokens: int, width: int) -> Taught:
+        """Of tokens that it did not score."""
+        return cls(np.zeros((num_tokens, width), np.int64), np.full((num_tokens, width), np.nan))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Taught]) -> Taught:
+        """Of all tokens; parts of width 0 are unknown."""
+        width = max(one.ids.shape[1] for one in parts)
+        whole = [one if one.ids.shape[1] else cls.unknown(len(one.ids), width) for one in parts]
+        return cls(*map(np.concatenate, zip(*whole, strict=True)))
+
+
 @dataclass(frozen=True)
 class TreeCredit:
     """Credit per node, float64 arrays of length len(tree.nodes); weight 0 = not trained.
 
     `returns` and `advantages` hold the figures of each counted leaf at its node, nan elsewhere.
+
+    `dense`: by node, float64 advantages of any sign for each of its sampled tokens; nodes that are
+    missing have 0. They are a term of the loss of their own: a token of a flat trajectory with the
+    advantage A and the dense advantage D has the loss l(r, A) + l(r, D), and a shared token, whose
+    D is that of every trajectory below it, weight * l(r, D).
     """
 
     adv_pos: Floats
@@ -45,11 +70,16 @@ class TreeCredit:
     weight: Floats
     returns: Floats
     advantages: Floats
+    dense: Mapping[int, Floats] = field(default_factory=dict)
+    taught: Mapping[int, Taught] = field(default_factory=dict)  # by node
+    teacher: Mapping[int, Floats] = field(default_factory=dict)  # by node, log-probs, to be shown
+    awaits_teacher: bool = False  # dense advantages are added before the update
 
     @property
     def has_signal(self) -> bool:
         """False when every advantage is exactly 0, as in a group whose returns are equal."""
-        return bool(np.any(self.adv_pos) or np.any(self.adv_neg))
+        parts = (self.adv_pos, self.adv_neg, *self.dense.values())
+        return self.awaits_teacher or bool(self.taught) or any(map(np.any, parts))
 
 
 def counted_leaves(tree: TrajectoryTree, credit: TreeCredit) -> list[Node]:
@@ -114,6 +144,15 @@ def credit_of(algorithm: Any, tree: TrajectoryTree) -> TreeCredit | None:
             raise ConfigError(
                 f"{name_of(algorithm.credit)} returned {key} that is not a finite number for each "
                 f"of {len(tree.nodes)} nodes, for tree {tree.index}"
+            )
+    if found is not None and algorithm.teach:
+        found = replace(found, awaits_teacher=True)
+    for index, values in found.dense.items() if found is not None else ():
+        size = len(tree.nodes[index].action_ids)
+        if np.shape(values) != (size,) or not np.isfinite(values).all():
+            raise ConfigError(
+                f"{name_of(algorithm.credit)} returned dense that is not a finite number for each "
+                f"of {size} sampled tokens of node {index}, for tree {tree.index}"
             )
     return found
 

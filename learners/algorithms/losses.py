@@ -30,6 +30,8 @@ class LossBatch:
     importance: truncated and masked proximal / behavior. sum_weight: sum of `weight` over the
     computed tokens of the mini-batch, for metrics. reference: log-probs of the reference policy.
     value and slope: loss and its derivative by the log-prob, of methods that clip whole sequences.
+    dense: dense advantages, each times the weight of its token in the loss. taught (with gradient)
+    and teacher: [tokens, k], log-probs of the teacher's likeliest ids; nan where it has none.
     """
 
     behavior: Tensor
@@ -46,6 +48,9 @@ class LossBatch:
     reference: Tensor | None = None
     value: Tensor | None = None
     slope: Tensor | None = None
+    dense: Tensor | None = None
+    taught: Tensor | None = None
+    teacher: Tensor | None = None
 
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8: far outside any clip range, far inside float32
@@ -145,6 +150,17 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:
         return 0.5 * difference.square()
     back = (-difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (back.exp() - back - 1.0).clamp(-10.0, 10.0)
+
+
+def coarse_kl(policy: Tensor, teacher: Tensor) -> Tensor:
+    """KL(policy || teacher), [tokens], from the log-probs of k ids, [tokens, k], with all other ids
+    as one: at most the KL of the whole vocabulary, and equal to it if k has all. 0 where the
+    teacher's are nan."""
+    is_known = ~teacher.isnan().any(-1)
+    teacher = torch.where(is_known[:, None], teacher, policy.detach())
+    of_policy, of_teacher = ((1.0 - one.exp().sum(-1)).clamp(min=1e-6) for one in (policy, teacher))
+    kl = (policy.exp() * (policy - teacher)).sum(-1) + of_policy * (of_policy / of_teacher).log()
+    return is_known * kl
 
 
 def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind) -> Tensor:

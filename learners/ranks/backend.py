@@ -54,12 +54,15 @@ class RankBackend:
             pass
         self.reset_optimizer(config)
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Policy.forward`."""
+    def forward(
+        self, batch: MicroBatch, other: nn.Module | None = None, others: Tensor | int | None = None
+    ) -> tuple[Tensor, ...]:
+        """See `Policy.forward`; with `other`, of that policy."""
         for dropout in self.dropouts:
             dropout.training = torch.is_grad_enabled()
-        outputs: tuple[Tensor, Tensor, Tensor] = self.module(
-            *tensors(batch, self.device, self.context_group)
+        keys = {} if others is None else {"others": others}
+        outputs: tuple[Tensor, ...] = (other or self.module)(
+            *tensors(batch, self.device, self.context_group), **keys
         )
         return outputs
 

@@ -88,12 +88,14 @@ class DeepSpeedLearner:
         *,
         seed: int = 0,
         ranks: RankGroup | None = None,
+        teacher: Path | None = None,
     ) -> DeepSpeedLearner:
         """Start the ranks and load the model of a Hugging Face directory into them.
 
         Rank 0 writes its log to `log_path`, the others next to it. `ranks` may be already started
-        ones. Raises ConfigError for contradictory settings or an invalid model directory,
-        LearnerError if a rank does not start.
+        ones. `teacher`: the directory of a second model on every rank, for
+        `score(by_teacher=True)`. Raises ConfigError for contradictory settings or an invalid model
+        directory, LearnerError if a rank does not start.
         """
         await in_thread(check_start, config, algorithm, model_dir)
         if config.deepspeed_config:  # ranks may run in another directory
@@ -102,7 +104,9 @@ class DeepSpeedLearner:
         ranks = ranks or await start_ranks(config, log_path)
         learner = cls(config, algorithm, ranks)
         try:
-            init = wire.Init.of(config, algorithm, _absolute(model_dir), seed, ranks.store)
+            path = _absolute(model_dir)
+            beside = _absolute(teacher) if teacher else ""
+            init = wire.Init.of(config, algorithm, path, seed, ranks.store, beside)
             replies = await ranks.call([init] * config.num_ranks, config.start_timeout_s)
         except BaseException:
             await learner.close()
@@ -178,13 +182,18 @@ class DeepSpeedLearner:
         replies = await self._spread(pairs, lambda own: wire.Prefer(own, beta, lr_scale))
         return replies[0][1].metrics
 
-    async def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
-        """Log-probs of given sequences under the current weights; trains nothing."""
+    async def score(
+        self, sequences: Sequence[EncodedTree], *, by_teacher: bool = False, top_k: int = 0
+    ) -> list[Score]:
+        """Log-probs of given sequences or trees under the current weights, or by the teacher;
+        trains nothing."""
         if not sequences:
             return []
         scores = {
             place: score
-            for shard, reply in await self._spread(sequences, wire.ScoreSequences)
+            for shard, reply in await self._spread(
+                sequences, lambda own: wire.ScoreSequences(own, by_teacher, top_k)
+            )
             for place, score in zip(shard, reply.scores, strict=True)
         }
         return [scores[place] for place in range(len(sequences))]

@@ -108,7 +108,7 @@ class RankNotice(RankMessage):
 
 class Init(RankCommand[RankDone]):
     """Build the rank. `algorithm_class` is an import path, module:Class, which also supports
-    classes of other packages."""
+    classes of other packages. `teacher`: the directory of a second model, which only scores."""
 
     config: LearnerConfig
     algorithm_class: str
@@ -116,16 +116,23 @@ class Init(RankCommand[RankDone]):
     model_dir: str
     seed: int
     store: str = ""
+    teacher: str = ""
 
     @classmethod
     def of(
-        cls, config: LearnerConfig, algorithm: Algorithm, model_dir: str, seed: int, store: str = ""
+        cls,
+        config: LearnerConfig,
+        algorithm: Algorithm,
+        model_dir: str,
+        seed: int,
+        store: str = "",
+        teacher: str = "",
     ) -> Init:
         """The message for an algorithm object."""
         kind = type(algorithm)
         path = f"{kind.__module__}:{kind.__qualname__}"
         raw = msgspec.Raw(msgspec.msgpack.encode(asdict(algorithm)))  # the name is the class's
-        return cls(config, path, raw, model_dir, seed, store)
+        return cls(config, path, raw, model_dir, seed, store, teacher)
 
     def make_algorithm(self) -> Algorithm:
         """Decode the algorithm. Raises ConfigError if the rank cannot import its module."""
@@ -167,9 +174,12 @@ class Prefer(RankCommand[RankMetrics]):
 
 
 class ScoreSequences(RankCommand[RankScores]):
-    """Log-probs of sequences under the current weights."""
+    """Log-probs of sequences under the current weights, or those of the teacher; of each token's
+    `top_k` likeliest ids, too."""
 
     sequences: list[EncodedTree]
+    by_teacher: bool = False
+    top_k: int = 0
 
 
 class ResetOptimizer(RankCommand[RankDone]):

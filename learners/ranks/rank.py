@@ -59,6 +59,7 @@ class Rank:
         self.backend = make_backend(init)
         if self.backend.num_ranks > 1:
             torch.manual_seed(init.seed + self.backend.rank)
+        self.teacher = frozen_policy(init.teacher, self.backend) if init.teacher else None
         check_loss(algorithm := init.make_algorithm())
         self.trainer = Trainer(self.backend, algorithm, init.config)
         self.broadcaster = Broadcaster(self.backend, interrupted, host)
@@ -100,9 +101,15 @@ class Rank:
         if command.asleep and self._offloaded is None:
             reference = self.trainer.reference.weights or {}
             self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
+            self._move_teacher("cpu")
         elif not command.asleep and self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
+            self._move_teacher(self.backend.device)
+
+    def _move_teacher(self, device: torch.device | str) -> None:
+        if self.teacher is not None:
+            self.teacher.to(device)
 
     # Weights
 
@@ -183,7 +190,9 @@ COMMANDS: dict[type[wire.RankCommand[Any]], Callable[[Rank, Any], Any]] = {
     wire.Prefer: lambda rank, it: wire.RankMetrics(
         prefer(rank.trainer, it.pairs, it.beta, it.lr_scale)
     ),
-    wire.ScoreSequences: lambda rank, it: wire.RankScores(rank.trainer.score(it.sequences)),
+    wire.ScoreSequences: lambda rank, it: wire.RankScores(
+        rank.trainer.score(it.sequences, rank.teacher if it.by_teacher else None, it.top_k)
+    ),
     wire.ResetOptimizer: Rank.reset_optimizer,
     wire.Sleep: Rank.sleep,
     wire.WriteModel: Rank.write,
@@ -213,6 +222,14 @@ def make_backend(init: wire.Init) -> RankBackend:
     policy, dropouts = policy_of(model, config)
     kind = DeepSpeedBackend if config.zero_stage else RankBackend
     return kind(policy, config, dropouts)
+
+
+def frozen_policy(directory: str, backend: RankBackend) -> Policy:
+    """A model beside the policy that only scores, whole on each rank, in the learner's dtype."""
+    check_model(Path(directory), backend.config.context_parallel)
+    dtype = getattr(torch, backend.config.dtype)
+    model = whole_model(directory, dtype=dtype, attn_implementation="sdpa").eval()
+    return Policy(model.requires_grad_(False).to(backend.device))
 
 
 def whole_model(directory: Path | str, **keys: Any) -> Any:

@@ -6,11 +6,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentenv.base.crashes import called
 from agentenv.learners.algorithms.algorithm import Algorithm
@@ -137,20 +138,29 @@ class Trainer:
         metrics = {"loss": loss_sum, "num_tokens": total} | self.step(lr_scale, loss_sum)
         return metrics | gpu_peak(self.backend) | times(start_wall, start_cpu)
 
-    def score(self, sequences: Sequence[EncodedTree]) -> list[Score]:
-        """The scores of each sequence's predicted tokens, in order."""
-        parts = (by_tree(sequences, values) for values in self.figures(sequences))
+    def score(
+        self, sequences: Sequence[EncodedTree], other: nn.Module | None = None, top_k: int = 0
+    ) -> list[Score]:
+        """The scores of each sequence's predicted tokens, in order; with `other`, by that
+        policy."""
+        parts = (by_tree(sequences, values) for values in self.figures(sequences, other, top_k))
         return [Score(*(part.tolist() for part in one)) for one in zip(*parts, strict=True)]
 
     @torch.no_grad()
-    def figures(self, trees: Sequence[EncodedTree]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
+    def figures(
+        self, trees: Sequence[EncodedTree], other: nn.Module | None = None, top_k: int = 0
+    ) -> list[NDArray[Any]]:
         """Log-probs, entropies (nats) and arg-max matches of all trained tokens, in the order of
-        `ActionTokens`, under the backend's current weights."""
+        `ActionTokens`, under the backend's current weights, or by another policy; with `top_k` the
+        log-probs of the likeliest ids, and these, [top_k, tokens]."""
         count = sum(tree.num_action_tokens for tree in trees)
-        found = np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)
+        found: list[NDArray[Any]] = [np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)]
+        if top_k:
+            found += np.zeros((top_k, count)), np.zeros((top_k, count), np.int64)
         for batch in self.backend.passes(self.layouts.pack(trees)):
-            for array, values in zip(found, self.backend.forward(batch), strict=True):
-                array[batch.index] = values.cpu().numpy()
+            figures = self.backend.forward(batch, other, top_k or None)
+            for array, values in zip(found, figures, strict=True):
+                array[..., batch.index] = values.cpu().numpy().T
         return found
 
     def _prepare_all(self, minibatches: Sequence[Sequence[EncodedTree]]) -> list[MiniBatch]:
@@ -200,9 +210,12 @@ class Trainer:
         batches = self.layouts.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
         for batch in self.backend.passes(batches):
-            logprobs, entropies, _ = self.backend.forward(batch)
+            others, known = None, minibatch.tokens.taught
+            if known is not None:
+                others = torch.from_numpy(known.ids[batch.index]).to(self.backend.device)
+            logprobs, entropies, _, *taught = self.backend.forward(batch, others=others)
             minibatch.record(batch.index, logprobs, entropies)
-            loss_batch = minibatch.loss_batch(batch.index, logprobs, terms)
+            loss_batch = minibatch.loss_batch(batch.index, logprobs, terms, *taught[:1])
             loss, metrics = called(self.algorithm.loss, loss_batch, logprobs, entropies)
             self.backend.backward(self._with_router(loss, batch, num_computed))
             counts = {"num_computed_tokens": float(len(batch.token_ids))}

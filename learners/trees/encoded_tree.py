@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from agentenv.base.errors import DataError
 from agentenv.base.tree import GUIDED, Node, TrajectoryTree
-from agentenv.learners.algorithms.credit import Floats, TreeCredit
+from agentenv.learners.algorithms.credit import Floats, Taught, TreeCredit
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -33,7 +33,7 @@ Layout = Literal["tree", "segments"]  # see `agentenv.learners.ranks.trainer`
 LAYOUTS: tuple[Layout, ...] = ("tree", "segments")
 
 LINKS = ("pred", "depth", "end")
-FLOATS: dict[str, type[np.floating[Any]]] = {"entropies": np.float32}  # the others are float64
+TYPES: dict[str, Any] = {"entropies": np.float32, "taught_ids": np.int32}  # others: float64
 
 
 class WholeTree(Struct, frozen=True, array_like=True):
@@ -59,7 +59,8 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     float64, nan at other nodes, and empty for sequences without a group; temperatures, float64,
     that divide the logits of its trained tokens (empty: all 1). Of trained tokens, where one was
     truncated: num_kept and kept_ids, int32, the numbers of ids that could be sampled (0: all), and
-    these ids, token after token.
+    these ids, token after token. Of trained tokens, where the credit has them: dense, float64, and
+    the teacher's likeliest ids, equally many for each, taught_ids, int32, and teacher, float64.
 
     pred (-1 at the first), depth and end of each token follow from the nodes, as int32.
 
@@ -87,6 +88,9 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
     temperatures: bytes = b""
     num_kept: bytes = b""
     kept_ids: bytes = b""
+    dense: bytes = b""
+    taught_ids: bytes = b""
+    teacher: bytes = b""
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +106,7 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
 
     def floats(self, name: str) -> Floats:
         """One of the arrays of floats by name, float64."""
-        stored = np.frombuffer(getattr(self, name), FLOATS.get(name, np.float64))
+        stored = np.frombuffer(getattr(self, name), TYPES.get(name, np.float64))
         return stored.astype(np.float64, copy=False)
 
     def of_actions(self, name: str) -> Floats:
@@ -115,6 +119,13 @@ class EncodedTree(Struct, frozen=True, array_like=True, dict=True):
         if not self.temperatures:
             return np.ones(self.num_action_tokens)
         return self.of_actions("temperatures")
+
+    @property
+    def taught(self) -> Taught:
+        """Of each trained token; of width 0 without a teacher."""
+        shape = self.num_action_tokens, -1 if self.num_action_tokens else 0
+        ids, logprobs = self.floats("taught_ids").astype(np.int64), self.floats("teacher")
+        return Taught(ids.reshape(shape), logprobs.reshape(shape))
 
     def kept(self, width: int) -> Longs:
         """Ids that could be sampled, [trained tokens, width]: rows are padded with their first id,
@@ -191,6 +202,18 @@ def encode(tree: TrajectoryTree, credit: TreeCredit, policy_version: int) -> Enc
     figures["behavior"] = _joined("f", [node.logprobs for node in nodes])[is_trained]
     if all(len(node.entropies) == len(node.action_ids) for node in nodes):
         figures["entropies"] = _joined("f", [node.entropies for node in nodes])[is_trained]
+    if credit.dense:
+        dense = [credit.dense.get(node.index, np.zeros(len(node.action_ids))) for node in nodes]
+        figures["dense"] = np.concatenate(dense)[is_trained]
+    if credit.taught:
+        both = Taught.joined(
+            [
+                credit.taught.get(node.index) or Taught.unknown(len(node.action_ids), 0)
+                for node in nodes
+            ]
+        )
+        figures["taught_ids"] = both.ids[is_trained]
+        figures["teacher"] = both.logprobs[is_trained]
     if any(node.temperature != 1 for node in nodes):
         figures["temperatures"] = [node.temperature for node in nodes]
     staleness = (policy_version - _versions(nodes, tree.policy_version))[is_trained]
@@ -245,7 +268,7 @@ def from_arrays(
         "adv_neg": np.zeros(num_nodes),
     }
     packed: dict[str, Any] = {
-        name: np.asarray(one, FLOATS.get(name, np.float64)).tobytes()
+        name: np.asarray(one, TYPES.get(name, np.float64)).tobytes()
         for name, one in (defaults | figures).items()
     }
     packed |= {name: np.asarray(one, np.int32).tobytes() for name, one in ints.items()}
@@ -324,7 +347,8 @@ def _versions(nodes: Sequence[Node], default: int) -> Longs:
 
 class ActionTokens:
     """The trained tokens of a mini-batch, tree after tree, in pre-order; [tokens], float64, of
-    staleness int32. `entropies` are nan where the engine reported none."""
+    staleness int32. `entropies` are nan where the engine reported none; `dense` and `taught` are
+    None without dense advantages and without a teacher's ids."""
 
     def __init__(self, trees: Sequence[EncodedTree]) -> None:
         def joined(parts: Iterable[Floats]) -> Floats:
@@ -338,6 +362,15 @@ class ActionTokens:
         self.adv_pos = joined(tree.of_actions("adv_pos") for tree in trees)
         self.adv_neg = joined(tree.of_actions("adv_neg") for tree in trees)
         self.weight = joined(tree.of_actions("weight") for tree in trees)
+        self.dense: Floats | None = None
+        if any(tree.dense for tree in trees):
+            self.dense = joined(
+                tree.floats("dense") if tree.dense else np.zeros(tree.num_action_tokens)
+                for tree in trees
+            )
+        self.taught: Taught | None = None
+        if any(tree.teacher for tree in trees):
+            self.taught = Taught.joined([tree.taught for tree in trees])
         staleness = [tree.ints("staleness") for tree in trees]
         self.staleness = np.concatenate([np.zeros(0, np.int32), *staleness])
 

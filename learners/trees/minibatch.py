@@ -88,6 +88,7 @@ class MiniBatch:
         self.leaves = LeafMap(trees) if algorithm.needs_leaves else None
         self.adv_pos, self.adv_neg, self.weight = tokens.adv_pos, tokens.adv_neg, tokens.weight
         self.leaf_advantages = self.leaf_weights = np.zeros(0)
+        in_loss = self.weight
         share, num_kept = float(self.weight.sum()), (0, 0)  # of trajectories: those kept, and all
         log_ratio = proximal - tokens.behavior
         if (leaves := self.leaves) is not None:
@@ -97,7 +98,7 @@ class MiniBatch:
             plain = coefficients(algorithm.aggregation, leaves.lengths)
             mask = sequence_weights(log_ratio, leaves, algorithm.sequence_mask, gather)
             self.leaf_advantages, self.leaf_weights = advantages, plain * mask
-            self.adv_pos, self.adv_neg, _ = leaves.credit(
+            self.adv_pos, self.adv_neg, in_loss = leaves.credit(
                 advantages, self.leaf_weights, algorithm.credit_sharing
             )
             self.weight = leaves.to_tokens(plain)
@@ -105,6 +106,7 @@ class MiniBatch:
             share = denominator(algorithm.aggregation, leaves.lengths[home], algorithm.norm_length)
             shown = home & leaves.is_computed
             num_kept = int((self.leaf_weights[shown] > 0).sum()), int(shown.sum())
+        self.dense = None if tokens.dense is None else tokens.dense * in_loss
         ratio = ratios(proximal, tokens.behavior)
         band = algorithm.token_mask
         self.importance = token_importance(ratio, algorithm.importance_cap, band)
@@ -124,13 +126,18 @@ class MiniBatch:
         self.logprobs = np.full(len(proximal), np.nan)  # of the pass that trained a token first
 
     def loss_batch(
-        self, index: np.ndarray, like: Tensor, terms: tuple[Floats, Floats] | None
+        self,
+        index: np.ndarray,
+        like: Tensor,
+        terms: tuple[Floats, Floats] | None,
+        taught: Tensor | None = None,
     ) -> LossBatch:
         """The tokens at `index`, as tensors like `like`; `terms` are value and slope."""
 
         def pick(values: Floats) -> Tensor:
             return torch.from_numpy(values[index]).to(like)
 
+        tokens = self.tokens
         value, slope = (None, None) if terms is None else (pick(terms[0]), pick(terms[1]))
         picked = ("proximal", "entropies", "adv_pos", "adv_neg", "weight", "importance")
         return LossBatch(
@@ -143,6 +150,9 @@ class MiniBatch:
             reference=None if self.reference is None else pick(self.reference),
             value=value,
             slope=slope,
+            dense=None if self.dense is None else pick(self.dense),
+            taught=taught,
+            teacher=None if tokens.taught is None else pick(tokens.taught.logprobs),
         )
 
     def record(self, index: np.ndarray, logprobs: Tensor, entropies: Tensor) -> None:

@@ -43,7 +43,7 @@ from agentenv.learners.trees.encoded_tree import (
 
 PAIR_COST = 1e-4  # of an attention pair, in tokens outside attention, for about 1e9 weights
 MIN_GAIN = 0.003  # minimum reduction of the largest load by a move, as a share
-PER_TOKEN, PER_NODE = ("behavior", "entropies"), ("adv_pos", "adv_neg", "weight")
+PER_TOKEN, PER_NODE = ("behavior", "entropies", "dense"), ("adv_pos", "adv_neg", "weight")
 
 T = TypeVar("T")
 
@@ -217,8 +217,12 @@ def part(tree: EncodedTree, leaves: Sequence[int], number: int, *, is_home: bool
     own_sizes = np.where(leads, sizes, 0)
     counts = np.bincount(owner[tree.actions()], minlength=len(sizes))
     whole = WholeTree(number, is_home, tree.max_staleness, counts.astype(np.int32).tobytes())
+    figures: dict[str, NDArray[Any]]
     figures = {name: tree.floats(name)[trained] for name in PER_TOKEN if getattr(tree, name)}
     figures |= {name: np.where(is_mine, tree.floats(name), 0.0) for name in PER_NODE}
+    if tree.teacher:
+        ids, logprobs = (one[trained] for one in tree.taught)
+        figures |= {"taught_ids": ids, "teacher": logprobs}
     encoded = from_arrays(
         tree.ints("token_ids")[here],
         (tree.actions() & is_mine[owner])[here],
@@ -294,7 +298,9 @@ def write_back(
                 _scattered(row[start:stop], is_trained) if known else array("f")
                 for row, known in zip(values, is_reported, strict=True)
             )
-            tree.scored[node.index] = Scored(before, first, exact if one.entropies else array("f"))
+            taught = array("f", credit.teacher.get(node.index, ()))
+            own = exact if one.entropies else array("f")
+            tree.scored[node.index] = Scored(before, first, own, taught)
             if is_reported[0] and not one.entropies:
                 node.entropies = exact
 

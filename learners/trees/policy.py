@@ -53,6 +53,11 @@ class LogitShape(NamedTuple):
             scale *= getattr(config, name, None) or 1.0
         return cls(scale, getattr(config, "final_logit_softcapping", None))
 
+    def apply(self, logits: Tensor) -> Tensor:
+        """With a gradient."""
+        logits = logits * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
     def apply_(self, logits: Tensor) -> Tensor:
         """In place."""
         if self.scale != 1.0:
@@ -97,9 +102,11 @@ class LogprobHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: Tensor | None = None,
         kept: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        others: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """The product, which the model shapes; with targets log-probs, entropies and likeliest
-        ids of the shaped logits, each [tokens].
+        ids of the shaped logits, each [tokens], and with `others` (int64 [tokens, k], or k for the
+        likeliest) the log-probs of these ids, and the ids.
 
         hidden: [tokens, width], targets: int64 [tokens], temperature: [tokens] (None: 1), which
         divides the shaped logits, kept: see MicroBatch. Log-probs and entropies (nats) are at
@@ -110,7 +117,21 @@ class LogprobHead(nn.Linear):
         figures: tuple[Tensor, Tensor, Tensor] = SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, self.weight, self.bias, targets, self.shape, temperature, kept
         )
-        return figures
+        if others is None:
+            return figures
+        wide = figures[0].dtype
+        if isinstance(others, int):
+            parts = torch.split(hidden, chunk_tokens(self.weight, wide))
+            rows = (self.shape.apply_(_logits(one, self.weight, self.bias, wide)) for one in parts)
+            others = torch.cat([row.topk(others).indices for row in rows])
+        ids = torch.cat([targets[:, None], others], 1)
+        logits = torch.einsum("tkw,tw->tk", self.weight[ids].to(wide), hidden.to(wide))
+        if self.bias is not None:
+            logits = logits + self.bias[ids]
+        logits = self.shape.apply(logits)
+        if temperature is not None:
+            logits = logits / temperature[:, None]
+        return *figures, figures[0][:, None] + logits[:, 1:] - logits[:, :1], others
 
 
 class SelectedLogprobs(torch.autograd.Function):
@@ -320,8 +341,10 @@ class Policy(nn.Module):
         targets: Tensor,
         temperature: Tensor | None = None,
         kept: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens].
+        others: Tensor | int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """log-probs, entropies (nats; both with gradient) and arg-max matches, [tokens]; with
+        `others`, ids or their number, also their log-probs and the ids, each [tokens, k].
 
         Shapes as in MicroBatch. In a context group, the arguments except the layout are this
         rank's, the results those of the whole micro-batch.
@@ -346,10 +369,10 @@ class Policy(nn.Module):
             logits, config = found.router_logits, self.model.config.get_text_config()
             active = config.num_experts_per_tok
             self.router_loss = self._balance(logits, logits[0].shape[-1], active)
-        logprobs, entropy, likeliest = self.model.get_output_embeddings()(
-            hidden.flatten(0, 1).index_select(0, source), targets, temperature, kept
+        logprobs, entropy, likeliest, *rest = self.model.get_output_embeddings()(
+            hidden.flatten(0, 1).index_select(0, source), targets, temperature, kept, others
         )
-        figures = logprobs, entropy, likeliest == targets
+        figures = logprobs, entropy, likeliest == targets, *rest
         return figures if layout.share is None else layout.share.joined(*figures)
 
 

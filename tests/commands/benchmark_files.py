@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from agentenv.assembly.keys.benchmarks import load_benchmark
 from agentenv.base.types import Task
+from tests.support.json_files import write_rows
 from tests.support.xbench import encrypt
 
 CANARY = "a-canary:0123-4567"
 Row = dict[str, Any]
 
 
-def write(path: Path, *rows: Row) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def load(tmp_path: Path, name: str, *rows: Row, **keys: Any) -> list[Task]:
-    return load_benchmark(name, write(tmp_path / "rows.jsonl", *rows), **keys)
+    return load_benchmark(name, write_rows(tmp_path / "rows.jsonl", rows), **keys)
 
 
 def encrypted(question: str, answer: str, number: int) -> Row:

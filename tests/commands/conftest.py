@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.commands.evaluating import first_prompts
 from tests.support import pictures
-from tests.support.golden import Golden
+from tests.support.golden import Golden, Said
 from tests.support.warehouse import ROOT, make_workspace
 
 
@@ -81,6 +81,20 @@ def golden(
     yield found
     (name,) = request.node.get_closest_marker("golden").args
     found.compare(name, is_written=request.config.option.golden)
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """The output of a command that ends with this status, or the error of one that fails."""
+
+    def run(main: Callable[[list[str]], int], *arguments: object, status: int = 0) -> str:
+        capsys.readouterr()
+        found = main([*map(str, arguments)])
+        captured = capsys.readouterr()
+        assert found == status, captured.err
+        return captured.err if status in (1, 2) else captured.out
+
+    return run
 
 
 SETS = [

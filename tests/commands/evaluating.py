@@ -26,17 +26,22 @@ def guessing(prompt: str, rng: Random) -> str:
     return f"<answer>{rng.choice([*STOCK.values(), 'unknown'])}</answer>"
 
 
+def arguments_of(warehouse: Path, *more: str) -> list[str]:
+    """Of the command, for the untrained model with a scripted engine."""
+    return [
+        str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env",
+        "engine.name=scripted", f"engine.script={__name__}:guessing",
+        "limits.max_prompt_tokens=300", "limits.max_response_tokens=300", *more,
+    ]  # fmt: skip
+
+
 def runner(warehouse: Path, tmp_path: Path) -> Run:
     """Evaluates the untrained model with a scripted engine into tmp_path/NAME."""
 
     def evaluated(name: str, *more: str, data: bool = True) -> int:
-        folder = warehouse.parent
-        arguments = [str(folder / "model"), "--env", "me/Warehouse-v0", "env.module=my_env"]
-        arguments += ["--out", str(tmp_path / name), "engine.name=scripted"]
-        arguments += [f"engine.script={__name__}:guessing"]
-        arguments += ["limits.max_prompt_tokens=300", "limits.max_response_tokens=300"]
-        arguments += [f"data={folder}/a.jsonl"] if data else []
-        return evaluate.main([*arguments, *more])
+        rows = [f"data={warehouse.parent}/a.jsonl"] if data else []
+        out = ("--out", str(tmp_path / name))
+        return evaluate.main(arguments_of(warehouse, *out, *rows, *more))
 
     return evaluated
 

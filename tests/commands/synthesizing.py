@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -12,6 +11,7 @@ import pytest
 
 from agentenv.engines.scripted import ScriptedEngine
 from agentenv.launchers import synthesize
+from tests.support.json_files import write_rows
 from tests.support.warehouse import STOCK
 
 Run = Callable[..., int]
@@ -53,8 +53,7 @@ def write_questions(path: Path) -> Path:
         for n in range(2)
     ]
     rows.append({**rows[0], "question": rows[0]["question"].upper().replace("(EASY", "(easy")})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_rows(path, rows)
 
 
 def arguments_of(warehouse: Path, out: Path, questions: Path) -> list[str]:
@@ -89,14 +88,6 @@ def count_turns(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def written(out: Path) -> dict[str, str]:
     names = ("sft.jsonl", "rl.jsonl", "rejected.jsonl", "summary.json", "dataset_info.json")
     return {name: (out / name).read_text() for name in names}
-
-
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    return " ".join(capsys.readouterr().err.split())

@@ -18,6 +18,7 @@ from agentenv.lab.diagnosis.audit import audit, find_jumps, no_jumps
 from agentenv.launchers import doctor
 from agentenv.rollout.archive import Entry, StepHeader
 from agentenv.rollout.archive_reader import Step
+from tests.support.golden import Said
 
 
 def step(number: int, *rewards: Sequence[float]) -> Step:
@@ -102,8 +103,5 @@ def test_a_jump_is_reported_with_its_step(
     assert found["jumps of reward"] == "failed"
 
 
-def test_a_folder_without_a_run_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert doctor.main(["audit", str(tmp_path)]) == 2
-    assert "the folder of a run" in " ".join(capsys.readouterr().err.split())
+def test_a_folder_without_a_run_is_reported(tmp_path: Path, said: Said) -> None:
+    assert "the folder of a run" in " ".join(said(doctor.main, "audit", tmp_path, status=2).split())

@@ -10,8 +10,9 @@ from agentenv.assembly.keys.benchmarks import BENCHMARKS, benchmark, load_benchm
 from agentenv.base.errors import ConfigError, DataError
 from agentenv.data.rows import ColumnsConfig, RowsConfig
 from agentenv.launchers import evaluate
-from tests.commands.benchmark_files import Row, encrypted, load, write
+from tests.commands.benchmark_files import Row, encrypted, load
 from tests.support.golden import Golden
+from tests.support.json_files import write_rows
 
 SECRET = encrypted("\u5929\u7a7a\u662f\u4ec0\u4e48\u989c\u8272", "\u84dd\u8272", 1)
 ROWS: list[tuple[str, Row]] = [
@@ -33,7 +34,7 @@ def test_a_row_of_another_schema_or_key_is_refused(
 ) -> None:
     """So is one whose answer is private."""
     for number, (name, row) in enumerate(ROWS):
-        file = write(tmp_path / f"rows-{number}.jsonl", row)
+        file = write_rows(tmp_path / f"rows-{number}.jsonl", [row])
         keys = [f"limits.max_{kind}_tokens=300" for kind in ("prompt", "response")]
         keys.append(f"sets.x={{benchmark='{name}',path='{file}'}}")
         golden.run(evaluate, warehouse.parent / "model", *keys, status=2)

@@ -11,6 +11,7 @@ from typing import Any
 
 from agentenv.envs.quickstart.setup import build_model
 from tests.support.exams import GAIA, HLE, judged, write_exams
+from tests.support.json_files import change_json, rows_in
 from tests.support.judge_server import JudgeServer, judge_server
 from tests.support.tea_house import HOUSES, write_world
 from tests.support.warehouse import ROOT
@@ -19,9 +20,7 @@ from tests.support.warehouse import ROOT
 def write_setup(folder: Path, judge: JudgeServer) -> Path:
     """Model directory, the three sets, and the configuration, whose path is returned."""
     build_model(folder / "model", seed=0)
-    keys = json.loads((folder / "model" / "config.json").read_text())
-    keys["max_position_embeddings"] = 8192
-    (folder / "model" / "config.json").write_text(json.dumps(keys))
+    change_json(folder / "model" / "config.json", max_position_embeddings=8192)
     corpus, xbench = write_world(folder)
     gaia, hle = write_exams(folder)
     config = folder / "config.toml"
@@ -55,7 +54,7 @@ async def evaluate(config: Path, out: Path) -> tuple[list[dict[str, Any]], dict[
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, **pipes)
     shown, _ = await process.communicate()
     assert process.returncode == 0, shown.decode()
-    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    rows = rows_in(out / "rows.jsonl")
     return rows, json.loads((out / "summary.json").read_text()), shown.decode()
 
 

@@ -24,7 +24,8 @@ from agentenv.base.types import Limits, Task
 from agentenv.contract.env import close_shared
 from agentenv.envs.grading.keys import GraderConfig
 from agentenv.text.prompt import PromptConfig, load_instruction
-from tests.commands.benchmark_files import encrypted, load, write
+from tests.commands.benchmark_files import encrypted, load
+from tests.support.json_files import write_rows
 from tests.support.xbench import encrypt
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "datasets"
@@ -97,7 +98,9 @@ def test_missing_levels_are_reported(tmp_path: Path) -> None:
 
 
 def test_the_default_number_of_questions_is_that_of_the_papers(tmp_path: Path) -> None:
-    path = write(tmp_path / "q.jsonl", *({"question": f"{i}", "answer": "a"} for i in range(501)))
+    path = write_rows(
+        tmp_path / "q.jsonl", ({"question": f"{i}", "answer": "a"} for i in range(501))
+    )
     assert [len(benchmarks.load_benchmark("gsm8k", path, n)) for n in (None, 0, 3)] == [500, 501, 3]
     assert len(benchmarks.load_benchmark("musique", path)) == 200
     assert len(benchmarks.load_benchmark("aime24", path)) == 501
@@ -114,7 +117,7 @@ def test_xbench_is_read_both_encrypted_and_in_plain_text(tmp_path: Path) -> None
         writer.writeheader()
         writer.writerows(rows)
     rows = ({"id": f"x{i}", "prompt": q, "answer": [a]} for i, (q, a) in enumerate(pairs))
-    plain = write(tmp_path / "plain.jsonl", *rows)
+    plain = write_rows(tmp_path / "plain.jsonl", rows)
     tasks = benchmarks.load_benchmark("xbench", published)
     assert [(task.question, task.answers[0]) for task in tasks] == pairs
     assert tasks == benchmarks.load_benchmark("xbench", plain)
@@ -188,7 +191,7 @@ def test_a_benchmark_of_a_user_file_is_evaluated_and_scored_as_declared(tmp_path
     )
     name = f"{tmp_path}/mine.toml:tides"
     rows = [{"question": f"q{n}", "answer": "a", "Sea": "North"} for n in range(2)]
-    (task,) = benchmarks.load_benchmark(name, write(tmp_path / "tides.jsonl", *rows))
+    (task,) = benchmarks.load_benchmark(name, write_rows(tmp_path / "tides.jsonl", rows))
     found = (task.env_id, task.kind, task.metadata["sea"])
     assert found == (benchmarks.ENV_ID, "qa", "North")
     row = EvalRow(dataset="d", task=task.id, sample=0, metadata=task.metadata)

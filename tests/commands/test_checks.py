@@ -26,6 +26,8 @@ from agentenv.engines.vllm import VLLMConfig
 from agentenv.lab.diagnosis.doctor import CHECKS
 from agentenv.launchers import sft, train
 from agentenv.training.supervised.assembly import TrainingAssembly
+from tests.support.golden import Said
+from tests.support.json_files import change_json
 from tests.support.warehouse import ROOT
 
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -203,18 +205,17 @@ def answer(text: str) -> str:
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])
 def test_a_tool_that_cannot_be_called_is_refused_with_a_remedy(
-    warehouse: Path, tmp_path: Path, more: list[str], capsys: pytest.CaptureFixture[str]
+    warehouse: Path, tmp_path: Path, more: list[str], said: Said
 ) -> None:
     tools = "env.tools=[{name='tests.commands.test_checks:answer'}]"
-    assert train.main([str(warehouse), tools, f"run.dir={tmp_path}", *more]) == 2
-    told = capsys.readouterr().err
+    told = said(train.main, warehouse, tools, f"run.dir={tmp_path}", *more, status=2)
     assert "me/Warehouse-v0: the tag" in told
     assert "renderer.name = 'native'" in told
 
 
 @pytest.mark.parametrize("dry", [["--dry-run"], []])
 def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
-    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dry: list[str]
+    warehouse: Path, tmp_path: Path, said: Said, dry: list[str]
 ) -> None:
     model = Path(shutil.copytree(warehouse.parent / "model", tmp_path / "model"))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -224,11 +225,9 @@ def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
         "{% if m.role == 'assistant' %}<|turn|>{% endif %}{% endfor %}"
     )
     tokenizer.save_pretrained(model)
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**settings, "vocab_size": len(tokenizer)}))
+    change_json(model / "config.json", vocab_size=len(tokenizer))
     keys = [f"model.path={model}", f"run.dir={tmp_path}/runs"]
-    assert train.main([str(warehouse), *keys, *dry]) == 2
-    told = capsys.readouterr().err
+    told = said(train.main, warehouse, *keys, *dry, status=2)
     assert "answer with '<|turn|>'" in told
     assert f"eos_token_id in {model}" in told
     left = [str(p) for p in (tmp_path / "runs").rglob("*")]
@@ -236,11 +235,6 @@ def test_a_template_that_ends_answers_where_no_engine_stops_is_refused(
 
 
 # Errors are reported before the set-up, the learner or an engine starts.
-
-
-def refusal(capsys: pytest.CaptureFixture[str], code: int) -> str:
-    assert code == 2
-    return capsys.readouterr().err.replace("\n", " ")
 
 
 def test_servers_apply_the_rope_scaling_of_a_model(tmp_path: Path) -> None:
@@ -257,7 +251,7 @@ def test_servers_apply_the_rope_scaling_of_a_model(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_setup_leaves_no_folder_and_offers_no_resume(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prepare(run: Path, seed: int) -> None:
         (run / "my-corpus").mkdir()
@@ -265,18 +259,19 @@ def test_an_interrupted_setup_leaves_no_folder_and_offers_no_resume(
 
     monkeypatch.setattr("agentenv.envs.quickstart.setup.prepare", prepare)
     runs = tmp_path / "runs"
-    assert train.main([str(QUICKSTART), f"run.dir={runs}"]) == 130
-    assert "interrupted; training had" in capsys.readouterr().out
+    assert "interrupted; training had" in said(
+        train.main, QUICKSTART, f"run.dir={runs}", status=130
+    )
     assert not runs.exists()
 
 
 def test_files_of_a_fine_tuning_are_checked_before_its_setup(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setup = "agentenv.envs.quickstart.setup.prepare_chat"
     monkeypatch.setattr(setup, lambda *_: pytest.fail("it was run"))
     config, runs = str(ROOT / "configs" / "sft_quickstart.toml"), tmp_path / "runs"
     arguments = [config, f"run.dir={runs}", f"data.train={tmp_path}/nowhere.jsonl"]
     told = f"data.train: {tmp_path}/nowhere.jsonl: no such file or folder"
-    assert told in refusal(capsys, sft.main(arguments))
+    assert told in said(sft.main, *arguments, status=2).replace("\n", " ")
     assert not runs.exists()

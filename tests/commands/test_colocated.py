@@ -14,6 +14,7 @@ from agentenv.contract.weights import SharedWeights
 from agentenv.launchers import train
 from agentenv.learners.ranks.senders import MemorySender
 from agentenv.training.loop.publishers import Colocation, Handover, MemoryPublisher
+from tests.support.runs import rows_of
 from tests.support.warehouse import make_workspace
 
 ENV = """
@@ -60,7 +61,7 @@ def test_two_updates_in_turns(config: Path) -> None:
     assert trees["offered"] == trees["trained"] + trees["filtered"] == 4
     assert trees["failed"] == trees["in_flight"] == 0
     assert summary["policy_version"] == 2
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(run)
     steps = [row for row in rows if "engine/sleeps" in row]
     assert [row["policy_version"] for row in steps] == [1, 2]
     assert [row["engine/sleeps"] for row in steps] == [2, 4]  # a checkpoint at the start

@@ -32,6 +32,7 @@ from agentenv.base.disk import short_path
 from agentenv.base.errors import ConfigError
 from agentenv.launchers import ctl
 from agentenv.training.loop.control import Control
+from tests.support.golden import Said
 
 NOBODY = 65534
 CONNECT = f"""
@@ -216,42 +217,31 @@ def test_a_run_that_does_not_answer_is_distinguished_from_an_ended_one(run: Path
     ids=["none", "elsewhere", "killed", "alive"],  # the same in each process of pytest
 )
 def test_a_command_on_an_ended_run_reports_that_it_ended(
-    run: Path, lock: str | None, expected: str, capsys: pytest.CaptureFixture[str]
+    run: Path, lock: str | None, expected: str, said: Said
 ) -> None:
     (run / "config.json").write_text("{}")
     if lock is not None:
         (run / "lock").write_text(lock)
-    assert ctl.main([str(run)]) == 1
-    assert expected in capsys.readouterr().err.replace("\n", " ")
+    assert expected in said(ctl.main, run, status=1).replace("\n", " ")
 
 
-def test_a_finished_run_is_distinguished_from_a_stopped_run(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_distinguished_from_a_stopped_run(run: Path, said: Said) -> None:
     (run / "config.json").write_text("{}")
     (run / "summary.json").write_text('{"num_steps": 4}')
     (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
-    assert ctl.main([str(run)]) == 0
-    assert "4 of 4 updates" in capsys.readouterr().out.replace("\n", " ")
-    assert ctl.main([str(run), "pause"]) == 1
-    assert "4 of 4" in capsys.readouterr().err.replace("\n", " ")
+    assert "4 of 4 updates" in said(ctl.main, run).replace("\n", " ")
+    assert "4 of 4" in said(ctl.main, run, "pause", status=1).replace("\n", " ")
     with (run / "metrics.jsonl").open("a") as file:  # it went on, and was stopped
         file.write('{"step": 5}\n')
-    assert ctl.main([str(run)]) == 1
-    assert "no process trains" in capsys.readouterr().err
+    assert "no process trains" in said(ctl.main, run, status=1)
 
 
 @pytest.mark.parametrize("files", [[], ["config.json", "rows.jsonl"]], ids=["none", "evaluation"])
-def test_a_folder_without_a_run_is_bad_input(
-    run: Path, files: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_run_is_bad_input(run: Path, files: list[str], said: Said) -> None:
     for name in files:
         (run / name).write_text("{}")
-    assert ctl.main([str(run)]) == 2
-    assert ctl.main(["/nowhere/at/all", "pause"]) == 2
-    err = capsys.readouterr().err
-    assert str(run) in err
-    assert "no such folder" in err
+    assert str(run) in said(ctl.main, run, status=2)
+    assert "no such folder" in said(ctl.main, "/nowhere/at/all", "pause", status=2)
 
 
 def test_a_reply_ends_with_the_next_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,8 @@ from agentenv.data.rows import ColumnsConfig
 from agentenv.evaluation.subject import Subject, of_run
 from agentenv.launchers import evaluate, train
 from agentenv.rollout.actor import Actor
-from tests.commands.benchmark_files import write
+from tests.support.golden import Said
+from tests.support.json_files import write_rows
 
 
 def configured(warehouse: Path, *overrides: str) -> TrainConfig:
@@ -33,8 +34,8 @@ async def training(warehouse: Path, *overrides: str) -> tuple[list[Task], list[s
 
 async def test_the_keys_of_data_reach_the_loader(warehouse: Path, tmp_path: Path) -> None:
     row = {"q": "q", "answer": "a", "ability": "math"}
-    write(tmp_path / "1.jsonl", row, {"answer": "b"}, row)
-    write(tmp_path / "2.jsonl", row)
+    write_rows(tmp_path / "1.jsonl", [row, {"answer": "b"}, row])
+    write_rows(tmp_path / "2.jsonl", [row])
     tasks, said = await training(
         warehouse,
         f"data.train=['{tmp_path}/1.jsonl', '{tmp_path}/2*']",
@@ -50,7 +51,7 @@ async def test_the_keys_of_data_reach_the_loader(warehouse: Path, tmp_path: Path
 
 
 async def test_a_mix_replaces_data_train(warehouse: Path, tmp_path: Path) -> None:
-    path = write(tmp_path / "x.jsonl", {"question": "q", "answer": "a"})
+    path = write_rows(tmp_path / "x.jsonl", [{"question": "q", "answer": "a"}])
     config = configured(
         warehouse,
         'data.train=""',
@@ -63,32 +64,31 @@ async def test_a_mix_replaces_data_train(warehouse: Path, tmp_path: Path) -> Non
     assert build_config(TrainConfig, to_plain(config), "saved") == config  # as a run saves it
 
 
-def test_prompts_that_are_all_too_long_cannot_be_skipped(
-    warehouse: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_that_are_all_too_long_cannot_be_skipped(warehouse: Path, said: Said) -> None:
     keys = ("limits.max_prompt_tokens=20", "data.overlong_prompt=skip")
-    assert train.main([str(warehouse), "run.name=bad-rows", *keys]) == 2
-    assert "skipped all 24" in " ".join(capsys.readouterr().err.split())
+    assert "skipped all 24" in " ".join(
+        said(train.main, warehouse, "run.name=bad-rows", *keys, status=2).split()
+    )
 
 
 def test_an_environment_that_rows_choose_must_exist(
-    warehouse: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    warehouse: Path, tmp_path: Path, said: Said
 ) -> None:
     row = {"question": "How many bolts are there?", "answer": 1240, "ability": "stock"}
-    path = write(tmp_path / "x.jsonl", row, {**row, "env_id": "me/Warehose-v0"})
+    path = write_rows(tmp_path / "x.jsonl", [row, {**row, "env_id": "me/Warehose-v0"}])
     arguments = [str(warehouse), "run.name=bad-env", f"data.train={path}"]
-    assert train.main(arguments) == 2
-    assert "registered as 'me/Warehose-v0'" in capsys.readouterr().err
-    write(tmp_path / "x.jsonl", row)
-    assert train.main([*arguments, "data.env_by.stock=me/None-v0"]) == 2
-    assert "data.env_by.stock: no environment" in capsys.readouterr().err
+    assert "registered as 'me/Warehose-v0'" in said(train.main, *arguments, status=2)
+    write_rows(tmp_path / "x.jsonl", [row])
+    assert "data.env_by.stock: no environment" in said(
+        train.main, *arguments, "data.env_by.stock=me/None-v0", status=2
+    )
 
 
 def test_an_evaluation_reads_the_rows_of_a_run_as_the_run_did(
     warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock = {"ask": "How many bolts are there?", "answer": "1240", "source": "shelf"}
-    path = write(tmp_path / "x.jsonl", stock, {"answer": 1}, {**stock, "ask": "bolts " * 99})
+    path = write_rows(tmp_path / "x.jsonl", [stock, {"answer": 1}, {**stock, "ask": "bolts " * 99}])
     columns = '{question = "ask", kind = "source"}'
     config = configured(
         warehouse,

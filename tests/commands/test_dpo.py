@@ -20,7 +20,7 @@ from agentenv.base.types import Task
 from agentenv.launchers import dpo, train
 from agentenv.training.supervised.data import pairs_of, read_pair_row
 from tests.commands.supervised import make_supervised, run_small
-from tests.support.golden import Golden
+from tests.support.golden import Golden, Said
 from tests.support.runs import rows_of
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -173,11 +173,10 @@ def test_rounds_between_updates_do_not_increase_the_policy_version(warehouse: Pa
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_the_self_critic_needs_its_table(
-    warehouse: Path, capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
-    assert dpo.main([str(warehouse), "run.name=none", "--self-critic", "1", *more]) == 2
-    assert "--self-critic requires the" in capsys.readouterr().err
+def test_the_self_critic_needs_its_table(warehouse: Path, said: Said, more: list[str]) -> None:
+    assert "--self-critic requires the" in said(
+        dpo.main, warehouse, "run.name=none", "--self-critic", "1", *more, status=2
+    )
     assert not (warehouse.parent / "runs" / "none").exists()
 
 

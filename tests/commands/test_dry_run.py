@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,33 +14,28 @@ from agentenv.base.errors import EXIT_MISSING
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import make_plan
 from agentenv.launchers import sft, train
+from tests.support.golden import Said
 from tests.support.warehouse import ROOT
 
 REASONING = ROOT / "configs" / "arpo_reasoning_7b.toml"
 
+PLANNED = (train.main, REASONING, "--dry-run", "--gpus", "8")
 WORKERS = ("cluster.kind=processes", "cluster.workers=3")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str, main: Any = train.main) -> str:
-    assert main([*arguments, "--dry-run"]) == 2
-    return capsys.readouterr().err
-
-
-def test_rollout_workers_are_placed(capsys: pytest.CaptureFixture[str]) -> None:
-    train.main([str(REASONING), "--dry-run", "--gpus", "8", *WORKERS])
-    told = capsys.readouterr().out
+def test_rollout_workers_are_placed(said: Said) -> None:
+    told = said(*PLANNED, *WORKERS, status=EXIT_MISSING)
     assert re.search(r"\n\W*rollout worker\s+\W*3\b", told)
     assert "rollout worker: rollouts" in told
 
 
-def test_without_gpus_main_memory_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_gpus_main_memory_is_the_limit(said: Said) -> None:
     overrides = ("engine.name=embedded", "model.path=models/Qwen2.5-72B", "learner.num_ranks=8")
-    assert "main memory: " in refused(capsys, str(REASONING), *overrides, "limits.max_turns=2")
+    told = said(*PLANNED[:3], *overrides, "limits.max_turns=2", status=2)
+    assert "main memory: " in told
 
 
-def test_colocated_engine_and_learner_alternate_on_the_gpus(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_colocated_engine_and_learner_alternate_on_the_gpus(said: Said) -> None:
     """As the released scripts have it: eight of both on eight GPUs."""
     overrides = (
         "resources.colocated=true",
@@ -49,8 +43,7 @@ def test_colocated_engine_and_learner_alternate_on_the_gpus(
         "engine.servers.num_servers=8",
         "engine.servers.gpu_memory_share=0.7",
     )
-    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", *overrides]) == EXIT_MISSING
-    text = capsys.readouterr().out
+    text = said(*PLANNED, *overrides, status=EXIT_MISSING)
     assert "GPU 0, 1, 2, 3, 4, 5, 6, 7: 59.0" in text, "0.7 of it and the context of a rank asleep"
     assert "sleeping part" in text
 
@@ -67,19 +60,18 @@ def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
     assert plan.problems == []
 
 
-def test_a_cold_start_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(ROOT / "configs" / "sft_cold_start.toml")
+def test_a_cold_start_that_does_not_fit(said: Said) -> None:
+    config = ROOT / "configs" / "sft_cold_start.toml"
     more = ("--gpus", "8", "model.path=models/Qwen2.5-72B-Instruct", "learner.offload=none")
-    assert "GPU 0 needs" in refused(capsys, config, *more, main=sft.main)
+    assert "GPU 0 needs" in said(sft.main, config, *more, "--dry-run", status=2)
 
 
 def test_a_dry_run_prints_the_chosen_keys_first_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BRIGHTDATA_API_KEY", raising=False)
-    assert train.main([str(REASONING), "--dry-run", "--gpus", "8", "run.seed=7"]) == EXIT_MISSING
-    text = capsys.readouterr().out
+    text = said(*PLANNED, "run.seed=7", status=EXIT_MISSING)
     chosen, _, rest = text.partition("more keys have default values; --defaults shows them")
     assert "run.seed = 7" in chosen
     assert 'algorithm.name = "arpo"' in chosen
@@ -98,9 +90,9 @@ def test_a_dry_run_prints_the_chosen_keys_first_and_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_defaults_are_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train.main([str(REASONING), "--dry-run", "--defaults", "--gpus", "8"]) == EXIT_MISSING
-    assert "algorithm.beam_size = 2" in capsys.readouterr().out.partition("the defaults:")[2]
+def test_defaults_are_shown_on_request(said: Said) -> None:
+    told = said(*PLANNED, "--defaults", status=EXIT_MISSING)
+    assert "algorithm.beam_size = 2" in told.partition("the defaults:")[2]
 
 
 @pytest.mark.parametrize("option", [("--gpus", "8"), ("--gpu-memory", "80"), ("--defaults",)])

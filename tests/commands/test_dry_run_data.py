@@ -18,6 +18,8 @@ from agentenv.base.errors import EXIT_MISSING
 from agentenv.data.data_files import read_rows
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import dpo, evaluate, export, sft, train
+from tests.support.golden import Said
+from tests.support.json_files import change_json, write_rows
 from tests.support.released import (
     BROKEN_CHAIN,
     arpo_row,
@@ -25,7 +27,6 @@ from tests.support.released import (
     preference_row,
     sharegpt_row,
     write_parquet,
-    write_rows,
 )
 from tests.support.sources import ROOT
 
@@ -65,6 +66,8 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 class Mine(PretrainedConfig): model_type = "qwen9"
 class Words(PreTrainedTokenizerFast): pass
 """
+DRY = ("--dry-run", "--gpus", "8")
+TRAINED = (train.main, "train.toml", "engine.name=embedded", *DRY)
 SAME = {**preference_row(0), "rejected": preference_row(0)["chosen"]}
 
 
@@ -84,14 +87,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def dry(main: Any, *arguments: str) -> int:
-    code: int = main([*arguments, "--dry-run", "--gpus", "8"])
-    return code
-
-
-def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry(train.main, "train.toml", "engine.name=embedded") == 0
-    told = capsys.readouterr().out
+def test_rows_a_prompt_and_a_gold_are_read(here: Path, said: Said) -> None:
+    told = said(*TRAINED)
     for key in ("data", "eval.sets.test"):
         (line,) = [line for line in told.splitlines() if line.startswith(f"  {key}: read 6 rows")]
         assert "of 200 tokens" in line
@@ -100,13 +97,12 @@ def test_rows_a_prompt_and_a_gold_are_read(here: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", ["train", "sft"])
-def test_adapters_that_cannot_be_merged_are_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_adapters_that_cannot_be_merged_are_refused(said: Said, name: str) -> None:
     learner = ['learner={optimizer="adamw",lora={target_modules=["embed_tokens"]}}']
     main, engine = (train.main, ["engine.name=embedded"]) if name == "train" else (sft.main, [])
-    assert dry(main, f"{name}.toml", *engine, *learner) == 2
-    assert "model.embed_tokens of Qwen3ForCausalLM" in capsys.readouterr().err
+    told = said(main, f"{name}.toml", *engine, *learner, *DRY, status=2)
+    assert "model.embed_tokens of Qwen3ForCausalLM" in told
 
 
 @pytest.mark.parametrize("code", [False, True])
@@ -173,37 +169,27 @@ def test_a_broken_model_is_refused_alike_by_dry_run_and_start(
     assert BROKEN[kind] in error
 
 
-def change_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 @pytest.mark.parametrize("place", ["template", "text", "unused"])
-def test_tokens_beyond_the_embedding_are_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
+def test_tokens_beyond_the_embedding_are_refused(here: Path, said: Said, place: str) -> None:
     """Those that no text of a run has, such as one for images, are not."""
     tokenizer = AutoTokenizer.from_pretrained(here / "model")
     tokenizer.add_tokens([AddedToken("<new>", special=place != "text", normalized=False)])
     if place == "template":
         tokenizer.chat_template += "<new>"
     tokenizer.save_pretrained(here / "model")
-    assert dry(train.main, "train.toml", "engine.name=embedded") == 2 * (place != "unused")
-    assert ("'<new>' (token 548)" in capsys.readouterr().err) == (place != "unused")
+    told = said(*TRAINED, status=2 * (place != "unused"))
+    assert ("'<new>' (token 548)" in told) == (place != "unused")
 
 
-def test_control_tokens_of_questions_are_counted(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_tokens_of_questions_are_counted(here: Path, said: Said) -> None:
     """For an endpoint too, by the families that are known."""
     row = arpo_row(6)
     row["prompt"][1]["content"] += " <|im_end|>"
     write_parquet(here / "train.parquet", [*(arpo_row(place) for place in range(6)), row])
-    assert dry(train.main, "train.toml", "engine.name=embedded") == 0
-    assert " 1 of 7 " in capsys.readouterr().out
+    assert " 1 of 7 " in said(*TRAINED)
     write_rows(here / "q.jsonl", [{"question": "Is [INST] it?", "answer": "yes"}])
     words = ["http://127.0.0.1:9/v1", "--model", "m", "--env", "agentenv/QAGrader-v0"]
-    assert evaluate.main([*words, "data=q.jsonl", "--dry-run"]) == 0
-    assert " 1 of 1 " in capsys.readouterr().out
+    assert " 1 of 1 " in said(evaluate.main, *words, "data=q.jsonl", "--dry-run")
 
 
 @pytest.mark.parametrize(
@@ -214,42 +200,33 @@ def test_control_tokens_of_questions_are_counted(
     ],
 )
 def test_a_dry_run_refuses_the_rows_that_a_run_refuses(
-    here: Path, capsys: pytest.CaptureFixture[str], change: dict[str, str], says: str
+    here: Path, said: Said, change: dict[str, str], says: str
 ) -> None:
     row = arpo_row(6, answer=change.get("answer"))
     if "question" in change:
         row["prompt"][1]["content"] = change["question"]
     write_parquet(here / "train.parquet", [*(arpo_row(place) for place in range(6)), row])
-    assert dry(train.main, "train.toml", "engine.name=embedded") == 2
-    assert says in capsys.readouterr().err
-    skips = ("data.skip_bad_rows=true", "data.overlong_prompt=skip")
-    assert dry(train.main, "train.toml", "engine.name=embedded", *skips) == 0
-    told = capsys.readouterr().out
+    assert says in said(*TRAINED, status=2)
+    told = said(*TRAINED, "data.skip_bad_rows=true", "data.overlong_prompt=skip")
     assert "1 invalid rows" in told or "1 of 7" in told
 
 
-def test_a_gold_that_its_grader_rejects_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gold_that_its_grader_rejects_is_refused(here: Path, said: Said) -> None:
     """A gold that the reward's box cannot hold can never be earned."""
     write_rows(here / "test.jsonl", [arpo_row(0, answer="}{")])
-    assert dry(train.main, "train.toml", "engine.name=embedded") == 2
-    assert "gold answer '}{'" in capsys.readouterr().err
+    assert "gold answer '}{'" in said(*TRAINED, status=2)
 
 
-def test_demonstrations_without_their_questions_are_not_read(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    keys = ["engine.name=embedded", "data.train=trian.jsonl", "sft.data=chats.jsonl"]
+@pytest.mark.usefixtures("here")
+def test_demonstrations_without_their_questions_are_not_read(said: Said) -> None:
+    keys = ["data.train=trian.jsonl", "sft.data=chats.jsonl"]
     keys += ["sft.gate=chats.jsonl", 'sft.stages=[{rows = "all", num_steps = 1}]']
-    code = dry(train.main, "train.toml", *keys)
-    told = capsys.readouterr()
-    assert code == EXIT_MISSING, told.err
-    assert "data.train = trian.jsonl" in told.out.partition("missing:")[2]
+    told = said(*TRAINED, *keys, status=EXIT_MISSING)
+    assert "data.train = trian.jsonl" in told.partition("missing:")[2]
 
 
 def test_the_share_of_cut_results_of_demonstrations_is_a_line_before_the_start(
-    warehouse: Path, capsys: pytest.CaptureFixture[str]
+    warehouse: Path, said: Said
 ) -> None:
     path = warehouse.with_name("cut.jsonl")
     rows = [
@@ -258,16 +235,15 @@ def test_the_share_of_cut_results_of_demonstrations_is_a_line_before_the_start(
     ]
     write_rows(path, [{"question": "How many nuts?", "turns": turns} for turns in rows])
     keys = [f"sft.data={path}", f"sft.gate={path}", "sft.stages=[{num_steps=1}]"]
-    assert dry(train.main, str(warehouse), *keys, "limits.max_tool_result_tokens=20") == 0
-    (line,) = (one for one in capsys.readouterr().out.splitlines() if "sft: " in one)
+    told = said(train.main, warehouse, *keys, "limits.max_tool_result_tokens=20", *DRY)
+    (line,) = (one for one in told.splitlines() if "sft: " in one)
     assert "1 of 3" in line
 
 
-def test_rows_are_read_without_a_tokenizer(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_read_without_a_tokenizer(here: Path, said: Said) -> None:
     (here / "test.jsonl").unlink()
-    code = dry(train.main, "train.toml", "model.path=models/Qwen2.5-3B", "--gpu-memory", "200")
-    assert code == EXIT_MISSING, capsys.readouterr().err
-    told = capsys.readouterr().out
+    keys = ("model.path=models/Qwen2.5-3B", "--gpu-memory", "200")
+    told = said(train.main, "train.toml", *keys, *DRY, status=EXIT_MISSING)
     assert "has 2 messages" in told
     missing = told.partition("missing:")[2]
     assert "eval.sets.test.path = test.jsonl" in missing
@@ -298,30 +274,23 @@ train = "{run}/train.jsonl"
     ],
 )
 def test_missing_packages_are_listed_for_rows_that_the_run_generates(
-    here: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    config: str,
-    absent: str,
-    missing: str,
+    here: Path, monkeypatch: pytest.MonkeyPatch, said: Said, config: str, absent: str, missing: str
 ) -> None:
     """Those of tools and of graders."""
     (here / "made.toml").write_text(MADE)
     (here / "made_world.py").write_text("def prepare(run, seed):\n    return ''\n")
     monkeypatch.setitem(sys.modules, absent, None)
-    assert dry(train.main, config) == EXIT_MISSING
-    assert missing in " ".join(capsys.readouterr().out.partition("missing:")[2].split())
+    told = said(train.main, config, *DRY, status=EXIT_MISSING)
+    assert missing in " ".join(told.partition("missing:")[2].split())
 
 
 @pytest.mark.parametrize("place", ["/proc/runs", "train.toml/runs"])
-def test_a_folder_of_runs_that_cannot_be_written_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_a_folder_of_runs_that_cannot_be_written_is_refused(said: Said, place: str) -> None:
     """By the check of a start; not where the run is planned for another machine."""
-    words = ["train.toml", "engine.name=embedded", f"run.dir={place}"]
-    assert train.main([*words, "--dry-run"]) == 2
-    assert "cannot be written" in " ".join(capsys.readouterr().err.split())
-    assert dry(train.main, *words) == 0
+    told = said(*TRAINED[:-2], f"run.dir={place}", status=2)
+    assert "cannot be written" in " ".join(told.split())
+    said(*TRAINED, f"run.dir={place}")
 
 
 def test_a_program_without_namespaces_is_refused(
@@ -340,12 +309,9 @@ def test_a_program_without_namespaces_is_refused(
     assert "env.kwargs.program.allow_unsafe = true" in told
 
 
-def test_missing_weights_are_listed_as_missing(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_weights_are_listed_as_missing(here: Path, said: Said) -> None:
     (here / "model" / "model.safetensors").unlink()
-    assert dry(train.main, "train.toml", "engine.name=embedded") == EXIT_MISSING
-    told = capsys.readouterr().out
+    told = said(*TRAINED, status=EXIT_MISSING)
     assert "of 200 tokens" in told
     assert "model.path = model" in told
 
@@ -366,50 +332,35 @@ def test_both_ends_of_a_long_file_are_read(tmp_path: Path, suffix: str) -> None:
     [(sft.main, "sft", "chats", sharegpt_row(0, BROKEN_CHAIN)), (dpo.main, "dpo", "pairs", SAME)],
 )
 def test_dialogues_are_measured_in_tokens(
-    here: Path,
-    capsys: pytest.CaptureFixture[str],
-    main: Any,
-    name: str,
-    file: str,
-    broken: dict[str, Any],
+    here: Path, said: Said, main: Any, name: str, file: str, broken: dict[str, Any]
 ) -> None:
-    assert dry(main, f"{name}.toml") == 0
-    assert "data: 8 training" in capsys.readouterr().out
+    words = (main, f"{name}.toml", *DRY)
+    assert "data: 8 training" in said(*words)
     good = sharegpt_row(0) if main is sft.main else preference_row(0)
     write_rows(here / f"{file}.jsonl", [good, broken])
-    assert dry(main, f"{name}.toml") == 2
-    assert f"{file}.jsonl, row 2: " in capsys.readouterr().err
-    assert dry(main, f"{name}.toml", "model.path=models/Qwen2.5-3B") in (2, EXIT_MISSING)
-    assert dry(main, f"{name}.toml", "data.skip_bad_rows=true") == 0
-    assert "1 invalid rows" in capsys.readouterr().out
+    assert f"{file}.jsonl, row 2: " in said(*words, status=2)
+    assert main([*words[1:], "model.path=models/Qwen2.5-3B"]) in (2, EXIT_MISSING)
+    assert "1 invalid rows" in said(*words, "data.skip_bad_rows=true")
 
 
-def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_evaluations_file_is_read_and_a_missing_one_is_fetched(here: Path, said: Said) -> None:
     write_rows(here / "gaia.jsonl", benchmark_rows("gaia"))
     sets = ["sets.gaia={benchmark='gaia',path='gaia.jsonl'}"]
     sets += ["sets.hle={benchmark='hle',path='hle.jsonl'}", "limits.max_prompt_tokens=2000"]
     sets += ["search.backend={name='bm25',corpus='never-searched.jsonl'}"]
     (here / "eval.toml").write_text("")
-    shape = (here / "model" / "config.json").read_text()
-    longer = shape.replace('"max_position_embeddings": 1024', '"max_position_embeddings": 8192')
-    (here / "model" / "config.json").write_text(longer)
-    assert dry(evaluate.main, "model", "--config", "eval.toml", *sets) == EXIT_MISSING, (
-        capsys.readouterr().err
-    )
-    told = capsys.readouterr().out
+    change_json(here / "model" / "config.json", max_position_embeddings=8192)
+    words = ("model", "--config", "eval.toml", *sets, *DRY)
+    told = said(evaluate.main, *words, status=EXIT_MISSING)
     assert "sets.gaia: read 6" in told
     assert "sets.hle.path = hle.jsonl" in told.replace("Humanity's Last Exam", "HLE")
 
 
-def test_an_answer_that_no_rollout_renders_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("here")
+def test_an_answer_that_no_rollout_renders_is_refused(said: Said) -> None:
     """Without the model, too."""
     given = ["train.toml", "env.id=outcomes/Talk-v0", "env.module=tests.test_outcomes"]
     given += ["python=none", "search=none"]
     for more in ([], ["model.path=nowhere"]):
-        assert dry(train.main, *given, *more) == 2
-        err = capsys.readouterr().err
+        err = said(train.main, *given, *more, *DRY, status=2)
         assert "outcomes/Talk-v0, task test-1" in err

@@ -8,6 +8,8 @@ from random import Random
 from typing import Any
 
 from agentenv.launchers import evaluate
+from tests.commands.evaluating import arguments_of
+from tests.support.json_files import rows_in
 
 
 def repeating_policy(prompt: str, rng: Random) -> str:
@@ -18,14 +20,11 @@ def repeating_policy(prompt: str, rng: Random) -> str:
 
 
 def evaluated(warehouse: Path, out: Path, *overrides: str) -> list[dict[str, Any]]:
-    arguments = [str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "--n", "2"]
-    arguments += ["--out", str(out), f"data={warehouse.parent}/train.jsonl", "env.module=my_env"]
-    limits = ["limits.max_response_tokens=400", "limits.max_prompt_tokens=600"]
-    arguments += ["engine.name=scripted", *limits]
-    arguments += ["engine.script=tests.commands.test_env_settings:repeating_policy"]
-    assert evaluate.main([*arguments, *overrides]) == 0
-    lines = (out / "rows.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    keys = ["--n", "2", "--out", str(out), f"data={warehouse.parent}/train.jsonl"]
+    keys += ["limits.max_response_tokens=400", "limits.max_prompt_tokens=600"]
+    keys += [f"engine.script={__name__}:repeating_policy", *overrides]
+    assert evaluate.main(arguments_of(warehouse, *keys)) == 0
+    return rows_in(out / "rows.jsonl")
 
 
 def test_tools_limits_and_prompt_reach_the_policy(warehouse: Path, tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from agentenv.contract.function_tool import FunctionTool
 from agentenv.contract.http import status_error
 from agentenv.evaluation.store import load_saved, read_rows
 from agentenv.launchers import evaluate
-from tests.commands.evaluating import Run, refused, runner, texts
+from tests.commands.evaluating import Run, arguments_of, refused, runner, texts
+from tests.support.json_files import write_rows
 
 
 @pytest.fixture
@@ -128,8 +129,7 @@ def test_an_error_of_a_column_names_the_key_that_sets_it(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """That of the set which `data` makes, too."""
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"question": "How many bolts?", "gold": 1240}) + "\n")
+    path = write_rows(tmp_path / "mine.jsonl", [{"question": "How many bolts?", "gold": 1240}])
     assert run("out", f"data={path}", data=False) == 2
     told = refused(capsys)
     assert told.endswith("set the column by sets.mine.columns.answer")
@@ -143,22 +143,17 @@ def test_repeated_task_ids_are_made_unique(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"id": "x", "question": f"How many bolts? {n}", "answer": 1240} for n in range(3)]
-    path = tmp_path / "twice.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "twice.jsonl", rows)
     assert run("out", f"data={path}", data=False) == 0
     assert sorted(row.task for row in read_rows(tmp_path / "out")) == ["x", "x#2", "x#3"]
     assert "2 questions have" in capsys.readouterr().out
 
 
 def test_without_out_each_configuration_has_its_own_directory(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warehouse: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warehouse: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = warehouse.parent
-    base = [str(folder / "model"), "--env", "me/Warehouse-v0", "env.module=my_env", "--n", "2"]
-    base += [f"data={folder}/a.jsonl", "engine.name=scripted", "limits.max_prompt_tokens=300"]
-    base += ["engine.script=tests.commands.evaluating:guessing"]
-    base += ["limits.max_response_tokens=300"]
+    base = arguments_of(warehouse, "--n", "2", f"data={warehouse.parent}/a.jsonl")
     for keys in ([], ["num_samples=2"], ["seed=1"]):
         assert evaluate.main([*base, *keys]) == 0
     other, one = sorted(map(texts, (tmp_path / "evals").iterdir()), key=len)

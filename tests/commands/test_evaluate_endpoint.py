@@ -189,7 +189,7 @@ REFUSING = "prompt.template=no_tools", "engine.num_retries=0"
 
 
 def test_a_trajectory_failed_only_if_its_last_attempt_did(
-    warehouse: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    run: Evaluate, rows: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Terminal, summary, rows and exit code agree, and the retries are shown."""
     asked = Counter[str]()
@@ -199,16 +199,15 @@ def test_a_trajectory_failed_only_if_its_last_attempt_did(
         asked[question] += 1
         return 400 if asked[question] == 1 else reply("<answer>1240</answer>")
 
-    out, data = tmp_path / "out", f"data={warehouse.parent}/a.jsonl"
     with ScriptedEndpoint(script) as endpoint:
-        arguments = [endpoint.url, "--env", "me/Warehouse-v0", "env.module=my_env", data]
-        assert evaluate.main([*arguments, "--out", str(out), "num_samples=1", *REFUSING]) == 0
-    rows, told = read_rows(out), " ".join(capsys.readouterr().out.split())
-    overall = json.loads((out / "summary.json").read_text())["overall"]
-    assert len(rows) == len(asked) == overall["num_retries"] == sum(row.num_retries for row in rows)
-    assert {row.end for row in rows} == {"terminated"}
+        assert run(endpoint, *REFUSING, n=24) == 0
+    found, told = rows(), " ".join(capsys.readouterr().out.split())
+    overall = json.loads((tmp_path / "out" / "summary.json").read_text())["overall"]
+    assert 24 == len(found) == len(asked) == overall["num_retries"]
+    assert overall["num_retries"] == sum(row.num_retries for row in found)
+    assert {row.end for row in found} == {"terminated"}
     assert overall["num_failed"] == 0
-    assert f"{len(rows)} failed attempts were retried" in told
+    assert f"{len(found)} failed attempts were retried" in told
 
 
 def test_an_endpoint_that_refuses_everything_ends_the_command_with_a_failure(

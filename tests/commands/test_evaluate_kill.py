@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentenv.evaluation.store import read_rows
+from tests.commands.evaluating import arguments_of
 from tests.support.forks import Command
 
 NUM_KILLS = 4
@@ -38,14 +39,9 @@ class Evaluation:
         self.out, self.log, self.folder = folder / "out", folder / "log", folder
         self.log.touch()
         self.path = warehouse.parent
-        model, data = self.path / "model", self.path / "a.jsonl"
-        self.arguments = ["-m", "agentenv.launchers", "evaluate", str(model)]
-        self.arguments += ["--env", "me/Warehouse-v0", "env.module=my_env"]
-        self.arguments += [f"data={data}", "--out", str(self.out)]
-        self.arguments += ["engine.name=scripted", f"engine.latency_s={latency_s}"]
-        self.arguments += ["engine.script=tests.commands.test_evaluate_kill:logged"]
-        self.arguments += [f"concurrency={CONCURRENCY}"]
-        self.arguments += ["limits.max_prompt_tokens=300", "limits.max_response_tokens=300"]
+        keys = [f"data={self.path}/a.jsonl", "--out", str(self.out), f"concurrency={CONCURRENCY}"]
+        keys += [f"engine.latency_s={latency_s}", f"engine.script={__name__}:logged"]
+        self.arguments = ["-m", "agentenv.launchers", "evaluate", *arguments_of(warehouse, *keys)]
 
     def start(self) -> Command:
         with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, export, train
 from agentenv.text.renderer import RESULT_CLOSE, RESULT_OPEN
 from tests.engines.vllm_server import VLLMProcess, require_vllm
-from tests.support.released import write_rows
+from tests.support.json_files import write_rows
 from tests.support.warehouse import ROOT
 
 pytestmark = pytest.mark.timeout(1200)

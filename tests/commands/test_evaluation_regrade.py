@@ -60,14 +60,13 @@ def test_one_set_may_have_its_own_grader(tmp_path):
     assert [row.success for row in read_rows(folder)] == [True, False]
 
 
-def test_only_trajectories_that_failed_in_the_grader_are_regraded(tmp_path, capsys):
+def test_only_trajectories_that_failed_in_the_grader_are_regraded(tmp_path, said):
     rows = rows_of({"1": ["Paris"], "2": ["Paris"]})
     error = "GraderError: the judge is down"
     rows[0] = msgspec.structs.replace(rows[0], end="failed", error=error, success=False)
     rows[1] = msgspec.structs.replace(rows[1], end="failed", error="EngineError: x", success=False)
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
-    assert evaluate.main(["regrade", str(folder)]) == 0
-    assert "1 of 2" in capsys.readouterr().out
+    assert "1 of 2" in said(evaluate.main, "regrade", folder)
     found = read_rows(folder)
     assert [(row.end, row.success) for row in found] == [("terminated", True), ("failed", False)]
 
@@ -93,20 +92,21 @@ def test_rows_that_a_grader_cannot_grade_are_failed_not_wrong(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_a_regrade_without_any_grade_changes_nothing(tmp_path, capsys):
+def test_a_regrade_without_any_grade_changes_nothing(tmp_path, said):
     path = tmp_path / "mine.py"
     path.write_text(GRADER)
     rows = rows_of({str(i): ["Rome"] for i in range(25)})
     folder = write_evaluation(tmp_path / "e", rows, QUICK)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert evaluate.main(["regrade", str(folder), "grader.kind=custom", f"grader.path={path}"]) == 1
-    assert "nothing was changed" in capsys.readouterr().err
+    assert "nothing was changed" in said(
+        evaluate.main, "regrade", folder, "grader.kind=custom", f"grader.path={path}", status=1
+    )
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     after.pop(".lock")
     assert after == before
 
 
-def test_regrading_refuses_unused_keys(tmp_path, capsys):
+def test_regrading_refuses_unused_keys(tmp_path, said):
     folder = write_evaluation(tmp_path / "e", rows_of({"1": ["Paris"]}), QUICK)
     for text, why in (
         ("limits.max_turns=3", "regrading accepts grader.key=value"),
@@ -115,8 +115,7 @@ def test_regrading_refuses_unused_keys(tmp_path, capsys):
         ("grader.kidn=exact", "kidn"),
         ("grader.path=/tmp/x.py", "grader.path is only used by kind custom"),
     ):
-        assert evaluate.main(["regrade", str(folder), text]) == 2
-        assert why in capsys.readouterr().err
+        assert why in said(evaluate.main, "regrade", folder, text, status=2)
 
 
 class SelfGradedEnv(ToolEnv):
@@ -126,12 +125,13 @@ class SelfGradedEnv(ToolEnv):
         super().__init__(task, tools=[], grader=ExactMatch())
 
 
-def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, capsys):
+def test_a_grader_that_the_environment_does_not_read_is_refused(tmp_path, said):
     register("test/SelfGraded-v0", f"{__name__}:SelfGradedEnv")
     rows = rows_of({"1": ["Paris"]})
     folder = write_evaluation(tmp_path / "e", rows, env="test/SelfGraded-v0")
-    assert evaluate.main(["regrade", str(folder), "grader.kind=exact"]) == 2
-    assert "used by test/SelfGraded-v0" in capsys.readouterr().err
+    assert "used by test/SelfGraded-v0" in said(
+        evaluate.main, "regrade", folder, "grader.kind=exact", status=2
+    )
 
 
 JUDGE = {"url": "http://judge/v1", "model": "m", "when": "always", "cache": "verdicts.db"}

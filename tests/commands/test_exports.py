@@ -12,12 +12,10 @@ import pytest
 from agentenv.assembly.reports.records import EvalRow, trajectory_rows
 from agentenv.base.secrets import REDACTED, SECRETS
 from agentenv.envs.quickstart.setup import build_tokenizer
-from agentenv.rollout.archive import Archive, StepHeader
-from agentenv.rollout.frames import ArchiveConfig
 from examples.inspect_logs.__main__ import INSTALL, main
 from examples.inspect_logs.transcript import of_row, of_tree
 from examples.monitors.turns import turns_of
-from tests.support.example_tree import SECRET, example_tree
+from tests.support.example_tree import SECRET, encode_with, example_tree, write_run
 from tests.support.stored_evaluation import row, write_evaluation
 
 
@@ -26,12 +24,8 @@ def tokenizer() -> Any:
     return build_tokenizer()
 
 
-def encode(tokenizer: Any) -> Any:
-    return lambda text: tokenizer.encode(text, add_special_tokens=False) if text else []
-
-
 def test_each_turn_of_a_tree_is_exported_once_below_its_fork_point(tokenizer: Any) -> None:
-    question = of_tree(example_tree(encode(tokenizer)), tokenizer.decode)
+    question = of_tree(example_tree(encode_with(tokenizer)), tokenizer.decode)
     assert question.prompt == "How many nuts?\n"
     assert question.scores == {"reward": 1 / 3, "success": 1 / 3}  # failed ones count nowhere
     assert [
@@ -52,7 +46,7 @@ def test_each_turn_of_a_tree_is_exported_once_below_its_fork_point(tokenizer: An
 
 
 def test_a_secret_in_a_tool_result_is_redacted(tokenizer: Any) -> None:
-    question = of_tree(example_tree(encode(tokenizer), with_secret=True), tokenizer.decode)
+    question = of_tree(example_tree(encode_with(tokenizer), with_secret=True), tokenizer.decode)
     assert SECRET in str(question)
     clean = SECRETS.tree(question)
     assert SECRET not in str(clean)
@@ -96,7 +90,7 @@ def test_a_row_of_an_evaluation_is_a_trajectory_too() -> None:
 
 
 def test_training_rows_match_the_tree(tokenizer: Any) -> None:
-    kept = example_tree(encode(tokenizer))
+    kept = example_tree(encode_with(tokenizer))
     rows = list(trajectory_rows(kept.tree, tokenizer.decode))
     whole = of_tree(kept, tokenizer.decode)
     for one in rows:
@@ -113,15 +107,7 @@ def test_training_rows_match_the_tree(tokenizer: Any) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
-    """The files of a run that the command reads."""
-    folder = tmp_path_factory.mktemp("export") / "small"
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "config.json").write_text('{"model": {"path": "{run}/model"}}', encoding="utf-8")
-    archive = Archive(folder / "trees", ArchiveConfig())
-    for step in (1, 2):
-        header = StepHeader(step, 2, 1, "settings", len(tokenizer), 1)
-        archive.write(header, [example_tree(encode(tokenizer), with_secret=step == 2)])
-    return folder
+    return write_run(tmp_path_factory.mktemp("export") / "small", tokenizer, False, True)
 
 
 def output_of(capsys: pytest.CaptureFixture[str]) -> str:

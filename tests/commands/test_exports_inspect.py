@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.envs.quickstart.setup import build_tokenizer
-from agentenv.rollout.archive import Archive, StepHeader
-from agentenv.rollout.frames import ArchiveConfig
-from tests.support.example_tree import SECRET, example_tree
+from tests.support.example_tree import SECRET, write_run
 from tests.support.snippets import ran
 from tests.support.stored_evaluation import failed, row, write_evaluation
 
@@ -53,15 +51,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a run of one step that the command reads."""
-    tokenizer = build_tokenizer()
-    folder = tmp_path_factory.mktemp("inspect") / "small"
-    tokenizer.save_pretrained(folder / "model")
-    (folder / "config.json").write_text('{"model": {"path": "{run}/model"}}', encoding="utf-8")
-    kept = example_tree(lambda text: tokenizer.encode(text) if text else [], with_secret=True)
-    header = StepHeader(1, 2, 1, "settings", len(tokenizer), 1)
-    Archive(folder / "trees", ArchiveConfig()).write(header, [kept])
-    return folder
+    return write_run(tmp_path_factory.mktemp("inspect") / "small", build_tokenizer(), True)
 
 
 def run_command(*command: object) -> str:

@@ -54,7 +54,14 @@ def port() -> int:
 
 
 @pytest.fixture
-def start(warehouse: Path, port: int, tmp_path: Path) -> Iterator[Any]:
+def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    with toy_ranks():
+        yield
+
+
+@pytest.fixture
+def start(warehouse: Path, port: int, tmp_path: Path, light: None) -> Iterator[Any]:
     started: list[subprocess.Popen[bytes]] = []
 
     def begin(token: str = TOKEN, **variables: str) -> subprocess.Popen[bytes]:
@@ -73,14 +80,7 @@ def start(warehouse: Path, port: int, tmp_path: Path) -> Iterator[Any]:
         process.wait()
 
 
-@pytest.fixture
-def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    with toy_ranks():
-        yield
-
-
-def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, start: Any) -> None:
+def test_workers_join_and_leave_a_run(warehouse: Path, port: int, start: Any) -> None:
     """The run begins with one worker; a second one joins, then the first one is terminated."""
     calm = run(warehouse, "calm-beside-external", "eval.sets={}", "queue.max_staleness=1", *SLOW)
     first = start()
@@ -110,7 +110,7 @@ def test_workers_join_and_leave_a_run(warehouse: Path, light: None, port: int, s
 
 @pytest.mark.parametrize("is_over", [True, False], ids=["over", "interrupted"])
 def test_a_worker_exits_successfully_when_the_run_ends(
-    warehouse: Path, light: None, port: int, start: Any, tmp_path: Path, is_over: bool
+    warehouse: Path, port: int, start: Any, tmp_path: Path, is_over: bool
 ) -> None:
     """With another status its supervisor restarts it: the controller may come back."""
     worker = start()
@@ -131,12 +131,7 @@ def test_a_worker_exits_successfully_when_the_run_ends(
 
 
 def test_a_worker_with_another_secret_is_refused(
-    warehouse: Path,
-    light: None,
-    port: int,
-    start: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    warehouse: Path, port: int, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stranger = start("fedcba9876543210", **{WAIT_VARIABLE: "1"})
     keys = [*EXTERNAL, f"cluster.port={port}"]

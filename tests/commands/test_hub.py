@@ -18,8 +18,10 @@ from agentenv.base.errors import DataError
 from agentenv.base.model_files import HubId, fetch_from_hub, find_on_hub, hub_id
 from agentenv.launchers import export, sft, train
 from tests.support.fake_hub import TOKEN, fake_hub
+from tests.support.golden import Said
 from tests.support.hub_cache import COMMIT, hub_cache
-from tests.support.released import sharegpt_row, write_rows
+from tests.support.json_files import write_rows
+from tests.support.released import sharegpt_row
 from tests.support.snippets import run_python
 
 
@@ -93,21 +95,18 @@ def test_a_dataset_is_its_files(home: Path, warehouse: Path, tmp_path: Path) -> 
 
 
 def test_a_dry_run_and_a_run_accept_hub_ids(
-    home: Path, warehouse: Path, tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
+    home: Path, warehouse: Path, tmp_path: Path, here: None, said: Said
 ) -> None:
     ids = ["model.path=me/tiny", "data.train=me/rows:train.jsonl", f"run.dir={tmp_path}/runs"]
-    assert train.main([str(warehouse), *ids, "--dry-run"]) == 3
-    told = capsys.readouterr().out
+    told = said(train.main, warehouse, *ids, "--dry-run", status=3)
     assert "model.path = me/tiny" in told
-    assert train.main([str(warehouse), *ids]) == 1
-    assert "hf download me/tiny" in capsys.readouterr().err
+    assert "hf download me/tiny" in said(train.main, warehouse, *ids, status=1)
     files = tmp_path / "files"
     files.mkdir()
     shutil.copy(warehouse.parent / "train.jsonl", files)
     hub_cache(home, "model", "me/tiny", warehouse.parent / "model")
     hub_cache(home, "dataset", "me/rows", files)
-    assert train.main([str(warehouse), *ids, "--dry-run"]) == 0
-    assert "data: read 24" in capsys.readouterr().out
+    assert "data: read 24" in said(train.main, warehouse, *ids, "--dry-run")
     assert train.main([str(warehouse), *ids, "train.num_steps=1", "run.name=hub"]) == 0
     log = (tmp_path / "runs" / "hub" / "run.log").read_text()
     assert re.search(rf"model\.path: me/tiny: .* {COMMIT[:12]}", log)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from random import Random
@@ -79,7 +79,7 @@ class Tally:
         if not same:
             self.wrong.append(f"{run.name} {points}: other weights than the same trees in one go")
 
-    def add_one(self, plan: Plan, run: KilledRun, code: int, *, is_killed: bool = True) -> None:
+    def add_one(self, plan: Plan, run: KilledRun, code: int, *, is_killed: bool) -> None:
         """A run that came to its end by itself."""
         plan = replace(plan, victim="other")
         if code or not is_killed:
@@ -156,35 +156,32 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Ser
         yield folder, servers
 
 
-def of_servers(folder: Path, servers: Servers, plans: Sequence[Plan], tally: Tally) -> None:
-    """Each plan kills a server of a run, which ends by itself."""
+def kill_others(plans: Sequence[Plan], make_run: Callable[[int], KilledRun]) -> None:
+    """Each plan kills a server or the zygote of a run, which ends by itself."""
+    tally = Tally()
     for number, plan in enumerate(plans):
-        run = ServedRun(folder, servers, f"served-{number}")
-        code = run.start(replace(plan, victim="other", servers=servers.pids()))
-        tally.add_one(plan, run, code, is_killed=run.num_killed == 1)
+        run = make_run(number)
+        servers = run.servers.pids() if isinstance(run, ServedRun) else {}
+        code = run.start(replace(plan, victim="other", servers=servers))
+        num_killed = run.num_killed if isinstance(run, ServedRun) else 1
+        tally.add_one(plan, run, code, is_killed=num_killed == 1)
+        assert not isinstance(run, ProgramRun) or run.left() == []
         run.remove()
+    tally.total()
 
 
-def test_kill_9_of_an_engine_server(
-    served: tuple[Path, Servers], tmp_path: Path, repeats: int
-) -> None:
-    plans, tally = [Plan("turn", "within", 9), Plan("update", "within", 2)], Tally()
+def test_kill_9_of_an_engine_server(served: tuple[Path, Servers], repeats: int) -> None:
+    plans = [Plan("turn", "within", 9), Plan("update", "within", 2)]
     if repeats > 1:
         plans = spread({"turn": 30, "update": 4}, repeats)
-    of_servers(*served, plans, tally)
-    tally.total()
+    kill_others(plans, lambda number: ServedRun(*served, f"served-{number}"))
 
 
 def test_kill_9_of_the_zygote(workspace: Path, repeats: int) -> None:
-    plans, tally = [Plan("cell", "within", 5), Plan("fork", "within", 1)], Tally()
+    plans = [Plan("cell", "within", 5), Plan("fork", "within", 1)]
     if repeats > 1:
         plans = spread({"cell": 30, "fork": 8, "spawn": 12}, repeats)
-    for number, plan in enumerate(plans):
-        run = CountingRun(workspace, f"counting-{number}")
-        code = run.start(replace(plan, victim="other"))
-        tally.add_one(plan, run, code)
-        run.remove()
-    tally.total()
+    kill_others(plans, lambda number: CountingRun(workspace, f"counting-{number}"))
 
 
 def test_kill_9_at_random_moments(workspace: Path, repeats: int) -> None:
@@ -229,12 +226,5 @@ def test_kill_9_of_an_engine_server_of_programs(served: tuple[Path, Servers], re
         pytest.skip("by make long; a server is killed above, and an agent")
     folder, servers = served
     with_programs(folder / CONFIG, "search", "query", MARK)
-    tally = Tally()
     plans = [Plan("turn", "within", 5 + 2 * nth) for nth in range(repeats + 4)]
-    for number, plan in enumerate(plans):
-        run = ServedProgramRun(folder, servers, f"served-programs-{number}")
-        code = run.start(replace(plan, victim="other", servers=servers.pids()))
-        tally.add_one(plan, run, code, is_killed=run.num_killed == 1)
-        assert run.left() == []
-        run.remove()
-    tally.total()
+    kill_others(plans, lambda n: ServedProgramRun(folder, servers, f"served-programs-{n}"))

@@ -12,6 +12,7 @@ import pytest
 
 from agentenv.lab.diagnosis.audit import audit
 from agentenv.launchers import doctor, new, train
+from tests.support.golden import Said
 from tests.support.snippets import ran
 
 # as it is, but for sizes: a few steps of each phase
@@ -39,27 +40,21 @@ SMALL = [
     ],
 )
 def test_a_name_that_no_package_can_have_is_refused(
-    name: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, told: str, tmp_path: Path, said: Said
 ) -> None:
-    assert new.main([name, "--folder", str(tmp_path)]) == 2
-    assert told in capsys.readouterr().err
+    assert told in said(new.main, name, "--folder", tmp_path, status=2)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_folder_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path, said: Said) -> None:
     (tmp_path / "dice_game").mkdir()
-    assert new.main(["dice_game", "--folder", str(tmp_path)]) == 2
-    assert "dice_game already exists" in capsys.readouterr().err
-    assert new.main(["other", "--folder", str(tmp_path / "none")]) == 2
-    assert "no such folder" in capsys.readouterr().err
+    assert "dice_game already exists" in said(new.main, "dice_game", "--folder", tmp_path, status=2)
+    assert "no such folder" in said(new.main, "other", "--folder", tmp_path / "none", status=2)
     assert [path.name for path in tmp_path.iterdir()] == ["dice_game"]
 
 
-def test_the_next_commands_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert new.main(["dice_game", "--folder", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
+def test_the_next_commands_are_printed(tmp_path: Path, said: Said) -> None:
+    told = said(new.main, "dice_game", "--folder", tmp_path)
     assert "created " in told
     for command in (
         "-m pytest dice_game",

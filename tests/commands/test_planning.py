@@ -27,6 +27,7 @@ from agentenv.learners.trees.encoded_tree import encode_sequence
 from agentenv.learners.trees.partition import pack
 from agentenv.learners.trees.policy import CHUNK_BYTES, TILE_BYTES, Policy, tensors
 from tests.learners.threads import Meeting
+from tests.support.released import keys_of
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -41,16 +42,7 @@ def family(name: str) -> Callable[..., Any]:
 
 
 def config_of(name: str, shape: memory.ModelShape) -> Any:
-    return family(name)(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-    )
+    return family(name)(**keys_of(shape))
 
 
 @pytest.mark.parametrize("name", memory.KNOWN)
@@ -272,6 +264,8 @@ def test_a_reference_policy_is_another_copy_and_loading_holds_one_weight() -> No
     )
     assert one.host_bytes == 4 * shape.embedding < 4e9  # the largest weight, in float32
     assert two.gpu_bytes - one.gpu_bytes == 2 * shape.num_params
+    taught = memory.learner_memory(shape, plain, 8192, teacher=memory.KNOWN["Qwen2.5-3B"])
+    assert taught.gpu_bytes - one.gpu_bytes == 2 * memory.KNOWN["Qwen2.5-3B"].num_params
 
 
 def test_room_for_keys_and_values() -> None:

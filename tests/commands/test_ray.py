@@ -26,7 +26,7 @@ from agentenv.training.workers.ray_placement import (
     left_over,
 )
 from benchmarks.parts.chaos import CONFIG, MAX_STALENESS, SHORT, make_model, write_workspace
-from tests.commands.test_rollout_workers import SLOW, end, log_of, run, taken, trees
+from tests.commands.test_rollout_workers import SLOW, end, log_of, run, taken, tasks, trees
 from tests.support.polling import until
 from tests.support.runs import rows_of
 from tests.support.toy_rank import toy_ranks
@@ -293,11 +293,7 @@ def killed_engine_node(
     with pytest.raises(asyncio.CancelledError):
         run(replaying, name, *keys, *ray, *more, during=kill)
     assert told == ["moved"]
-    expected, both = tasks(calm), tasks(found)
+    expected, both = (tasks(one, MAX_STALENESS) for one in (calm, found))
     assert {index: both[index] for index in expected} == expected  # 0 lost
     assert len(set(taken(found))) == len(taken(found))  # 0 duplicated
     assert "engine-1 is lost" in log_of(found)
-
-
-def tasks(run: Path) -> dict[int, str]:
-    return {index: task for index, (task, _) in trees(run, MAX_STALENESS).items()}

@@ -14,7 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from agentenv.launchers import evaluate
+from agentenv.envs.quickstart.setup import build_model
+from agentenv.launchers import evaluate, train
+from agentenv.training.supervised import teaching
+from agentenv.training.supervised.teaching import Teaching
 from tests.engines.server_process import FORKING, ServerProcess
 from tests.engines.sglang_server import SGLangProcess, require_sglang
 from tests.engines.vllm_server import VLLMProcess, require_vllm
@@ -130,6 +133,65 @@ def test_weights_stay_in_memory_if_learner_and_vllm_share_a_device(
         assert rows[-1]["engine/outage_s"] > 0
     else:
         assert "directory" not in (run / "run.log").read_text()
+
+
+@pytest.mark.engine_vllm
+def test_a_teacher_that_dies_is_started_again(tmp_path: Path) -> None:
+    require_vllm()
+    build_model(tmp_path / "teacher", seed=5)
+    keys = ["engine.name=embedded", "algorithm={name='distill', teach_top_k=4}", *VLLM[2:]]
+    keys += ["train.num_steps=60", "eval.sets.heldout.every=100"]
+    with start(tmp_path, *keys, f"roles.teacher.model={tmp_path / 'teacher'}") as training:
+        try:
+            while training.poll() is None and not rows_of(tmp_path / "run"):
+                time.sleep(0.05)
+            for server in servers_below(training):
+                server.kill()
+            assert training.wait(800) == 0, (tmp_path / "out").read_text()
+        finally:
+            training.kill()
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [*range(1, 61)]
+    assert all(row["teacher/gap"] < 0 < row["learner/grad_norm"] for row in rows)
+    assert "killed by SIGKILL" in (tmp_path / "run" / "run.log").read_text()
+
+
+@pytest.mark.engine_vllm
+@pytest.mark.usefixtures("here")
+def test_a_teacher_that_is_lost_ends_the_run_which_resumes_with_another(
+    warehouse: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    require_vllm()
+    build_model(tmp_path / "teacher", seed=5)
+    servers = [VLLMProcess(tmp_path / "teacher", tmp_path / f"{n}.log") for n in range(2)]
+    teach, num_calls = Teaching.teach, 0
+
+    async def lost(self: Any, groups: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            servers[0].kill()
+        return await teach(self, groups)
+
+    monkeypatch.setattr(teaching, "NUM_RETRIES", 1)
+    monkeypatch.setattr(Teaching, "teach", lost)
+    keys = [str(warehouse), "engine.name=embedded", "run.name=lost", "train.num_steps=3"]
+    keys += ["algorithm.name=distill", "checkpoint.every=1", "limits.max_response_tokens=40"]
+    try:
+        for server in servers:
+            server.wait_ready()
+        assert train.main([*keys, f"roles.teacher.url={servers[0].url}"]) == 1
+        assert f"{servers[0].url} is lost" in " ".join(capsys.readouterr().err.split())
+        assert train.main([*keys, f"roles.teacher.url={servers[1].url}", "--resume"]) == 0
+    finally:
+        for server in servers:
+            server.kill()
+    rows = rows_of(warehouse.parent / "runs" / "lost")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all("teacher/gap" in row for row in rows)
 
 
 @pytest.fixture(scope="module")

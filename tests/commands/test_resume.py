@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from agentenv.launchers import export, train
+from tests.support.golden import Said
 from tests.support.runs import first_turns, rows_of, trees_of
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -39,16 +40,16 @@ def test_a_resumed_run_continues_with_the_next_tree(warehouse: Path, finished: P
 
 
 def test_a_run_resumes_from_its_best_checkpoint(
-    warehouse: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+    warehouse: Path, finished: Path, said: Said
 ) -> None:
     run = copied(finished, "from-best")
     common = [str(warehouse), "run.name=from-best", "checkpoint.every=1", "--resume"]
-    assert train.main([*common, "best"]) == 0
-    assert "newer checkpoint to" in capsys.readouterr().out.replace("\n", " ")
+    assert "newer checkpoint to" in said(train.main, *common, "best").replace("\n", " ")
     assert steps_of(run) == [1, 2, 3, 4]
     assert (run / "checkpoints" / "set-aside" / "step-000004" / "state.json").is_file()
-    assert train.main([*common, "step-77"]) == 2
-    assert "a complete checkpoint" in capsys.readouterr().err.replace("\n", " ")
+    assert "a complete checkpoint" in said(train.main, *common, "step-77", status=2).replace(
+        "\n", " "
+    )
 
 
 def test_adapters_are_trained_resumed_and_exported(

@@ -18,6 +18,7 @@ from agentenv.assembly.serving.servers import ServerFactory
 from agentenv.base.errors import ConfigError
 from agentenv.contract.server_config import KEY_ENV, LaunchConfig, RoleConfig, Served, ServersConfig
 from agentenv.envs.quickstart.setup import build_model
+from tests.support.json_files import change_json
 
 
 @pytest.fixture
@@ -123,17 +124,13 @@ def test_the_command_line_of_vllm_on_the_cpu(tmp_path: Path) -> None:
     assert env["VLLM_SERVER_DEV_MODE"] == "1"
     assert env["TORCHDYNAMO_DISABLE"] == "1"
     assert env["A"] == "b"
-    config = msgspec.json.decode((tmp_path / "config.json").read_bytes())
-    config |= {"tie_word_embeddings": True}
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    change_json(tmp_path / "config.json", tie_word_embeddings=True)
     found = flags(command("py", served(tmp_path), LaunchConfig()))
     assert found["--worker-extension-cls"] == "agentenv_vllm_cpu.WorkerExtension"
-    config |= {"tie_word_embeddings": False, "num_experts": 4}
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    change_json(tmp_path / "config.json", tie_word_embeddings=False, num_experts=4)
     found = flags(command("py", served(tmp_path), LaunchConfig()))
     assert found["--worker-extension-cls"] == "agentenv_vllm_cpu.WorkerExtension"
-    config |= {"head_dim": 16}
-    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    change_json(tmp_path / "config.json", head_dim=16)
     with pytest.raises(ConfigError, match="have size 16"):
         command("py", served(tmp_path), LaunchConfig())
 

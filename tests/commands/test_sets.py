@@ -20,6 +20,7 @@ from agentenv.evaluation import sets
 from agentenv.evaluation.sweep import Made, SweepConfig, check, grid, remember, runs_of, seeds_of
 from agentenv.launchers import compare as compare_command
 from agentenv.launchers import sweep as sweep_command
+from tests.support.golden import Said
 from tests.support.warehouse import ROOT
 
 
@@ -223,14 +224,13 @@ def test_a_run_without_a_curve_is_named(
 
 
 def test_a_comparison_is_printed_in_80_columns_and_written(
-    made_up: dict[str, dict[int, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made_up: dict[str, dict[int, Path]], tmp_path: Path, said: Said
 ) -> None:
     arms: dict[str, list[str]] = {arm: [] for arm in made_up}
     seeds = [*range(4), 9]
     made = Made(config="c", config_digest="", overrides=[], arms=arms, seeds=seeds, baseline="base")
     remember(tmp_path, made)
-    assert compare_command.main([str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+    out = said(compare_command.main, tmp_path)
     shown = out.partition("wrote ")[0]
     assert max(map(len, shown.splitlines())) <= 80
     assert "0.50-0.50" in shown
@@ -240,8 +240,7 @@ def test_a_comparison_is_printed_in_80_columns_and_written(
         (["--baseline", "none"], "there is no finished run of 'none'"),
         (["--set", "other"], "needs evaluations of set 'other'"),
     ):
-        assert compare_command.main([str(tmp_path), *arguments]) == 2
-        assert error in capsys.readouterr().err
+        assert error in said(compare_command.main, tmp_path, *arguments, status=2)
 
 
 # Whole sweeps, of runs with a scripted policy.

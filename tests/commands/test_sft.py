@@ -19,7 +19,7 @@ from agentenv.launchers import sft
 from agentenv.training.supervised.data import split
 from agentenv.training.supervised.run import rows_of_step, smoothed
 from tests.commands.supervised import make_supervised, run_small
-from tests.support.golden import Golden
+from tests.support.golden import Golden, Said
 from tests.support.runs import rows_of
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -137,15 +137,14 @@ def test_mistakes_in_the_configuration(tmp_path: Path, golden: Golden) -> None:
         golden.run(sft, config, "run.name=wrong", override, status=2)
 
 
-def test_sequences_longer_than_the_model_are_refused(
-    workspace: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sequences_longer_than_the_model_are_refused(workspace: Path, said: Said) -> None:
     turns = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "Zorvex " * 1100}]
     path = workspace / "long.jsonl"
     path.write_text(json.dumps({"conversations": turns}) + "\n")
     keys = ["run.name=long", f"data.train={path}", "data.max_length=15000"]
-    assert sft.main([str(workspace / "small.toml"), *keys]) == 2
-    assert "1024; set data.max_length=1024" in capsys.readouterr().err.replace("\n", " ")
+    assert "1024; set data.max_length=1024" in said(
+        sft.main, workspace / "small.toml", *keys, status=2
+    ).replace("\n", " ")
 
 
 def test_each_epoch_uses_every_row_once_in_its_own_order() -> None:

@@ -24,17 +24,10 @@ from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagsConfig
 from agentenv.training.supervised.dialogues import RowFormat, find_sources, read_conversation
 from agentenv.training.supervised.encoding import ChatEncoder
-from tests.commands.synthesizing import (
-    HINT,
-    HINTS,
-    KINDS,
-    Run,
-    arguments_of,
-    refused,
-    rows_of,
-    runner,
-)
+from tests.commands.evaluating import refused
+from tests.commands.synthesizing import HINT, HINTS, KINDS, Run, arguments_of, runner
 from tests.support.golden import Golden
+from tests.support.json_files import rows_in
 
 
 @pytest.fixture
@@ -47,14 +40,14 @@ def test_questions_are_sorted_by_how_they_were_answered(
 ) -> None:
     assert run("out", *HINTS) == 0
     out = tmp_path / "out"
-    sft, rl = rows_of(out / "sft.jsonl"), rows_of(out / "rl.jsonl")
+    sft, rl = rows_in(out / "sft.jsonl"), rows_in(out / "rl.jsonl")
     assert Counter(row["kind"] for row in sft) == {"easy": 2, "plain": 2, "doubted": 2}
     ways = {kind: {row["way"] for row in sft if row["kind"] == kind} for kind in KINDS}
     assert ways["easy"] == {"direct"}
     assert ways["plain"] <= {"tools", "hints"}, "drawn from what both ways gave"
     assert ways["doubted"] == {"hints"}
     assert Counter(row["kind"] for row in rl) == {"hard": 2, "twice": 2}
-    rejected = rows_of(out / "rejected.jsonl")
+    rejected = rows_in(out / "rejected.jsonl")
     (twice,) = [row for row in rejected if row["what"] == "question"]
     assert (twice["reason"], twice["detail"]) == ("duplicate", "of ask ask-1")
     assert twice["id"] == "ask-11"
@@ -80,7 +73,7 @@ def test_training_reads_the_synthesized_dialogues_and_questions(run: Run, tmp_pa
     out = tmp_path / "out"
     config = build_config(ChatDataConfig, {"train": "sft", "dataset_info": str(out)}, "test")
     (source,) = find_sources(config, ["sft"])
-    rows = rows_of(source.path)
+    rows = rows_in(source.path)
     texts = {}
     for row in rows:
         system, user, answer = read_conversation(row, source.form).messages
@@ -105,7 +98,7 @@ def test_a_dialogue_is_trained_on_the_tokens_of_its_rollout(
     renderer = make_renderer(TagsConfig(), PromptConfig(), load_tokenizer(model), model)
     encoder = ChatEncoder(renderer)
     rows = {row.key: row for row in read_rows(tmp_path / "out" / "trajectories")}
-    learned = [row for row in rows_of(tmp_path / "out" / "sft.jsonl") if row["way"] != "direct"]
+    learned = [row for row in rows_in(tmp_path / "out" / "sft.jsonl") if row["way"] != "direct"]
     assert len(learned) == 4
     for one in learned:
         example = encoder.encode(read_conversation(one, RowFormat()))
@@ -123,7 +116,7 @@ def test_questions_of_other_files_can_be_kept_out(
     row = json.loads(questions.read_text().splitlines()[2])
     tests.write_text(json.dumps({**row, "question": row["question"].lower()}) + "\n")
     assert run("out", f"exclude=['{tests}']") == 0
-    found = [r for r in rows_of(tmp_path / "out" / "rejected.jsonl") if r["what"] == "question"]
+    found = [r for r in rows_in(tmp_path / "out" / "rejected.jsonl") if r["what"] == "question"]
     reasons = [(row["id"], row["reason"]) for row in found]
     assert reasons == [("ask-3", "excluded"), ("ask-11", "duplicate")]
     assert str(tests) in found[0]["detail"]

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.synthesizing import HINTS, Run, count_turns, refused, rows_of, runner, written
+from tests.commands.evaluating import refused
+from tests.commands.synthesizing import HINTS, Run, count_turns, runner, written
+from tests.support.json_files import rows_in
 
 
 @pytest.fixture
@@ -28,10 +30,10 @@ def test_a_repeated_synthesis_sends_no_requests_and_writes_the_same_files(
     assert run("out", *HINTS) == 0
     assert num_asked[0] == count
     assert written(tmp_path / "out") == first
-    learned = len(rows_of(tmp_path / "out" / "sft.jsonl"))
+    learned = len(rows_in(tmp_path / "out" / "sft.jsonl"))
     assert run("out", *HINTS, "filter.max_per_question=2") == 0
     assert num_asked[0] == count, "other filters ask nothing"
-    assert len(rows_of(tmp_path / "out" / "sft.jsonl")) > learned
+    assert len(rows_in(tmp_path / "out" / "sft.jsonl")) > learned
 
 
 def test_an_interrupted_synthesis_continues(run: Run, tmp_path: Path) -> None:

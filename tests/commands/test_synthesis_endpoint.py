@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from agentenv.launchers import synthesize
-from tests.commands.synthesizing import HINT, HINTS, policy, refused, rows_of
+from tests.commands.evaluating import refused
+from tests.commands.synthesizing import HINT, HINTS, policy
+from tests.support.json_files import rows_in
 from tests.support.openai_endpoint import Answer, ScriptedEndpoint, reply
 
 
@@ -32,7 +34,7 @@ def test_an_endpoint_of_chat_messages_works_as_an_engine_does(
     with ScriptedEndpoint(chat_reply) as endpoint:
         keys = ["engine.continuation=prefix", "filter.require_box=false", "num_samples=2"]
         assert synthesize.main([*arguments(endpoint.url, tmp_path, questions), *keys]) == 0
-    sft = rows_of(tmp_path / "out" / "sft.jsonl")
+    sft = rows_in(tmp_path / "out" / "sft.jsonl")
     assert Counter(row["kind"] for row in sft) == {"easy": 2, "plain": 2, "doubted": 2}
     (text, *_) = (row["conversations"][1]["value"] for row in sft if row["way"] == "hints")
     assert text.startswith(f"<think>Some. {HINT} ")

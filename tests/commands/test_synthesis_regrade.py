@@ -10,9 +10,10 @@ import pytest
 
 from agentenv.evaluation.store import read_rows
 from agentenv.launchers import evaluate, synthesize
+from tests.commands.synthesizing import HINT, HINTS, arguments_of
+from tests.support.golden import Said
+from tests.support.json_files import write_rows
 from tests.support.warehouse import STOCK
-
-HINT = "I should look."
 
 
 def policy(prompt: str, rng: Random) -> str:
@@ -31,15 +32,9 @@ def policy(prompt: str, rng: Random) -> str:
 def arguments(warehouse: Path, tmp_path: Path) -> list[str]:
     """Of a synthesis with hints into tmp_path/out."""
     rows = [{"question": f"How many {item}?", "answer": count} for item, count in STOCK.items()]
-    path = tmp_path / "ask.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        str(warehouse.parent / "model"), "--env", "me/Warehouse-v0", "env.module=my_env",
-        "--out", str(tmp_path / "out"), f"data={path}", "filter.require_box=false",
-        "engine.name=scripted", f"engine.script={__name__}:policy", "num_samples=2",
-        "limits.max_prompt_tokens=640", "limits.max_response_tokens=320",
-        "hints.phrases=['perhaps']", f"hints.verification=['{HINT}']", "hints.place=uncertain",
-    ]  # fmt: skip
+    path = write_rows(tmp_path / "ask.jsonl", rows)
+    given = arguments_of(warehouse, tmp_path / "out", path)
+    return [*given, f"engine.script={__name__}:policy", *HINTS]
 
 
 def spoil(folder: Path) -> int:
@@ -77,14 +72,16 @@ def test_regraded_trajectories_are_sorted_again_without_requests(
 
 
 def test_an_unused_grader_and_an_unknown_set_are_refused(
-    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], tmp_path: Path, said: Said
 ) -> None:
     assert synthesize.main(arguments) == 0
     folder = tmp_path / "out" / "trajectories"
     before = (folder / "rows.jsonl").read_bytes()
     for name in ("", "sets.ask.tools."):
-        assert evaluate.main(["regrade", str(folder), f"{name}grader.kind=exact"]) == 2
-        assert "used by me/Warehouse-v0" in capsys.readouterr().err
-    assert evaluate.main(["regrade", str(folder), "sets.ask.grader.kind=exact"]) == 2
-    assert "['ask.direct', 'ask.hints', 'ask.tools']" in capsys.readouterr().err
+        assert "used by me/Warehouse-v0" in said(
+            evaluate.main, "regrade", folder, f"{name}grader.kind=exact", status=2
+        )
+    assert "['ask.direct', 'ask.hints', 'ask.tools']" in said(
+        evaluate.main, "regrade", folder, "sets.ask.grader.kind=exact", status=2
+    )
     assert (folder / "rows.jsonl").read_bytes() == before

@@ -39,6 +39,11 @@ def run(tmp_path: Path) -> ViewedRun:
 
 
 @pytest.fixture
+def folder(run: ViewedRun) -> Folder:
+    return Folder(run.folder)
+
+
+@pytest.fixture
 async def server(run: ViewedRun) -> AsyncIterator[FolderServer]:
     server = FolderServer(Folder(run.folder))
     await server.start()
@@ -153,8 +158,7 @@ def test_characters_of_several_tokens_stay_whole(run: ViewedRun) -> None:
     assert texts([]) == []
 
 
-def test_why_a_tree_was_not_trained(run: ViewedRun) -> None:
-    folder = Folder(run.folder)
+def test_why_a_tree_was_not_trained(folder: Folder) -> None:
     index = folder.answer("steps")
     rows = [dict(zip(index["columns"], row, strict=True)) for row in index["rows"]]
     assert [(row["fate"], row["why"]) for row in rows[:3]] == [
@@ -170,8 +174,7 @@ def test_why_a_tree_was_not_trained(run: ViewedRun) -> None:
     assert details[1]["gap"] is None
 
 
-def test_trees_are_found_by_their_text(run: ViewedRun) -> None:
-    folder = Folder(run.folder)
+def test_trees_are_found_by_their_text(folder: Folder) -> None:
     for text, found in (("SEVEN", [3, 4, 5]), ("number 4?", [4]), ("closed", [5]), ("none", [])):
         assert folder.answer("steps/2/search", {"q": text})["trees"] == found
 
@@ -213,8 +216,7 @@ def test_a_damaged_tree_is_named_and_the_others_are_shown(run: ViewedRun) -> Non
     assert folder.answer("steps/1/trees/2")["fate"] == "failed"
 
 
-def test_a_partial_last_row_is_awaited(run: ViewedRun) -> None:
-    folder = Folder(run.folder)
+def test_a_partial_last_row_is_awaited(run: ViewedRun, folder: Folder) -> None:
     before = folder.metrics()
     path = run.folder / "metrics.jsonl"
     whole = path.read_bytes()
@@ -229,8 +231,7 @@ def test_a_partial_last_row_is_awaited(run: ViewedRun) -> None:
     assert folder.metrics(len(before["rows"]), "0")["rows"] == [{"step": 4, "reward/mean": 0.5}]
 
 
-def test_rows_removed_by_a_resume_are_dropped(run: ViewedRun) -> None:
-    folder = Folder(run.folder)
+def test_rows_removed_by_a_resume_are_dropped(run: ViewedRun, folder: Folder) -> None:
     before = folder.metrics()
     path = run.folder / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -249,8 +250,7 @@ def test_a_row_with_nan_is_read_and_an_invalid_one_is_counted(run: ViewedRun) ->
     assert found["num_unreadable"] == 1
 
 
-def test_the_state_changes_with_every_change_of_the_run(run: ViewedRun) -> None:
-    folder = Folder(run.folder)
+def test_the_state_changes_with_every_change_of_the_run(run: ViewedRun, folder: Folder) -> None:
     seen = [folder.state()]
     for change in (
         run.step,
@@ -268,8 +268,7 @@ def test_the_state_changes_with_every_change_of_the_run(run: ViewedRun) -> None:
 # evaluations
 
 
-def test_rows_and_figures_of_an_evaluation(run: ViewedRun) -> None:
-    folder = Folder(run.folder)
+def test_rows_and_figures_of_an_evaluation(run: ViewedRun, folder: Folder) -> None:
     assert list(folder.evaluations()) == ["before_sft", "after_rl"]
     index = folder.answer("evaluations/after_rl")
     assert len(index["rows"]) == 8
@@ -284,8 +283,7 @@ def test_rows_and_figures_of_an_evaluation(run: ViewedRun) -> None:
     assert folder.answer("evaluations/after_rl/search", {"q": "QUESTION 3"})["rows"] == [6, 7]
 
 
-def test_figures_of_a_report_are_used_unless_rows_are_newer(run: ViewedRun) -> None:
-    folder = Folder(run.folder)
+def test_figures_of_a_report_are_used_unless_rows_are_newer(run: ViewedRun, folder: Folder) -> None:
     path = run.folder / "eval" / "after_rl"
     (path / "summary.json").write_text('{"name": "as reported"}')
     assert folder.answer("evaluations/after_rl/figures") == {"name": "as reported"}
@@ -293,9 +291,8 @@ def test_figures_of_a_report_are_used_unless_rows_are_newer(run: ViewedRun) -> N
     assert folder.answer("evaluations/after_rl/figures")["overall"]["num_questions"] == 4
 
 
-def test_rows_follow_the_file(run: ViewedRun) -> None:
+def test_rows_follow_the_file(run: ViewedRun, folder: Folder) -> None:
     """New rows, partial ones, a repeated one, and all of them regraded."""
-    folder = Folder(run.folder)
     path = run.folder / "eval" / "after_rl" / "rows.jsonl"
     assert len(folder.answer("evaluations/after_rl")["rows"]) == 8
     line = msgspec.json.encode(row_of(9, 0, True)) + b"\n"

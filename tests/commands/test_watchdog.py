@@ -93,13 +93,24 @@ def test_signal_handlers_of_the_loop_are_called_too() -> None:
     run_until_done(work(), View())
 
 
-STUBBORN = """
-import asyncio, os, signal, sys, threading, time
+PROGRAM = """
+import asyncio, psutil, sys, time
 if "without" in sys.argv:
     sys.modules["uvloop"] = None
 from agentenv.assembly.run import watchdog
 from agentenv.assembly.run.terminal import View
 from agentenv.assembly.run.exits import run_until_done
+{definitions}
+run_until_done(work(), View())
+"""
+
+
+def program(definitions: str) -> str:
+    """Runs `work` of these definitions as a command does; its argument "without": no uvloop."""
+    return PROGRAM.replace("{definitions}", definitions)
+
+
+STUBBORN = program("""
 watchdog.GRACE_S = 0.2
 
 async def work():
@@ -110,9 +121,7 @@ async def work():
                 time.sleep(0.1)
         except BaseException:
             pass
-
-run_until_done(work(), View())
-"""
+""")
 
 
 @pytest.mark.parametrize("uvloop", ["with", "without"])
@@ -127,11 +136,7 @@ def test_the_second_ctrl_c_ends_a_process_that_ignores_it(uvloop: str) -> None:
     assert "second signal" in errors
 
 
-HELD = """
-import asyncio, time
-from agentenv.assembly.run import watchdog
-from agentenv.assembly.run.terminal import View
-from agentenv.assembly.run.exits import run_until_done
+HELD = program("""
 watchdog.BEAT_S = 0.02
 
 async def work():
@@ -139,9 +144,7 @@ async def work():
         await asyncio.sleep(0.5)
         print("not held", flush=True)
         time.sleep(60)
-
-run_until_done(work(), View())
-"""
+""")
 
 
 def test_a_worker_abandoned_by_its_controller_exits() -> None:
@@ -151,11 +154,7 @@ def test_a_worker_abandoned_by_its_controller_exits() -> None:
     assert "in work" in done.stderr, "where it stood"
 
 
-SAVING = """
-import asyncio, signal
-from agentenv.assembly.run.terminal import View
-from agentenv.assembly.run.exits import run_until_done
-
+SAVING = program("""
 async def work():
     print("ready", flush=True)
     while True:
@@ -163,9 +162,7 @@ async def work():
             await asyncio.sleep(60)
         except asyncio.CancelledError:
             pass
-
-run_until_done(work(), View())
-"""
+""")
 
 
 def test_a_third_signal_ends_a_process_that_saves_after_the_second() -> None:
@@ -298,11 +295,6 @@ def test_new_objects_are_frozen_and_garbage_is_found_later(monkeypatch: pytest.M
 def test_memory_freed_by_a_step_returns_to_the_system() -> None:
     """200 MB of a thread, with something between them that stays, while rollouts grow."""
     code = """
-import asyncio, psutil
-from agentenv.assembly.run.watchdog import rolling_out
-from agentenv.assembly.run.terminal import View
-from agentenv.assembly.run.exits import run_until_done
-
 def rss(): return psutil.Process().memory_info().rss / 1e6
 
 def fill():
@@ -310,11 +302,9 @@ def fill():
     return rss(), [small for _, small in pairs]
 
 async def work():
-    with rolling_out():
+    with watchdog.rolling_out():
         before = rss()
         full, kept = await asyncio.to_thread(fill)
         print(full - before > 150, rss() - before < 20)
-
-run_until_done(work(), View())
 """
-    assert run_python(code).stdout.split() == ["True", "True"]
+    assert run_python(program(code)).stdout.split() == ["True", "True"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Sequence
 from math import isnan
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agentenv.base.errors import EngineError
+from agentenv.base.errors import ConfigError, EngineError
 from agentenv.base.types import Chunk, Completion, SamplingParams, VersionSpan
 from agentenv.contract.engine import Engine
 from agentenv.contract.request import ServerRequest
 from agentenv.engines.remote.base import sampled
+from agentenv.engines.remote.scoring import ScoringServer
 from agentenv.engines.remote.weight_sync import Server
 from tests.engines import reference
+from tests.engines.reference import MAX_LENGTH
 from tests.engines.traffic import LONG, Traffic
 from tests.engines.world import END, ServerSubject, Subject, World, prompt, streamed
 
@@ -291,6 +294,23 @@ async def check_guided(server: Server, world: World, version: int) -> None:
     expected = [row[token] for row, token in zip(rows, done.token_ids, strict=True)]
     assert plain == pytest.approx(expected, abs=1e-3)
     assert all(own > one for own, one in zip(done.logprobs, plain, strict=True))
+
+
+async def check_scoring(engine: str, url: str, world: World) -> None:
+    """By a client that changes nothing of the server, whose weights are `world`'s first."""
+    server, ids, rest = ScoringServer(engine, url), prompt(15, 20), prompt(16, 9)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        await server.connect(lambda text: [1])
+    encode = functools.partial(world.tokenizer.encode, add_special_tokens=False)
+    assert await server.connect(encode) >= MAX_LENGTH - 8
+    rows = reference.distribution(world.models[0], ids, rest).tolist()
+    for k in (0, 3):
+        scored = await server.scored([*ids, *rest], len(ids), k)
+        for row, found, token in zip(rows, scored, rest, strict=True):
+            best = sorted(range(len(row)), key=row.__getitem__)[len(row) - k :]
+            assert found.keys() == {token, *best}
+            assert found == pytest.approx({one: row[one] for one in found}, abs=1e-3)
+    await server.close()
 
 
 async def check_changed_logprobs(engine: Engine, world: World, version: int) -> None:

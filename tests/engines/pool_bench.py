@@ -56,6 +56,12 @@ class Bench:
         finally:
             await deliver_all()
 
+    async def begin(self, seconds: float) -> asyncio.Task[Completion]:
+        """A turn that has run for so long."""
+        pending = asyncio.create_task(self.generate())
+        await asyncio.sleep(seconds)
+        return pending
+
     def text(self, completion: Completion) -> str:
         sizes = {len(completion.token_ids), len(completion.logprobs), len(completion.entropies)}
         assert len(sizes) == 1

@@ -24,6 +24,7 @@ from agentenv.contract.request import (
     ServerLostError,
 )
 from agentenv.engines.remote.base import top_k_entropies
+from tests.support.polling import until
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -51,13 +52,13 @@ async def serving(handler: Handler, **options: Any) -> AsyncIterator[ServerClien
         await server.wait_closed()
 
 
-def answering(status: str, body: str) -> Handler:
+def answering(status: str, body: str, header: str = "") -> Handler:
     """One answer to everything."""
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        writer.write((head + body).encode())
+        head = f"HTTP/1.1 {status}\r\n{header}Content-Length: {len(body)}\r\nConnection: close"
+        writer.write(f"{head}\r\n\r\n{body}".encode())
         await writer.drain()
 
     return handler
@@ -239,11 +240,7 @@ async def test_a_connection_reset_is_distinguished_from_an_absent_server() -> No
 async def test_a_full_server_is_not_a_lost_server(
     status: str, header: str, is_busy: bool, wanted_s: float
 ) -> None:
-    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(f"HTTP/1.1 {status}\r\n{header}Content-Length: 0\r\n\r\n".encode())
-
-    async with serving(handler) as client:
+    async with serving(answering(status, "", header)) as client:
         with pytest.raises(BusyError if is_busy else FailedError) as caught:
             await client.call("GET", "/x")
     if isinstance(caught.value, BusyError):
@@ -274,8 +271,7 @@ async def test_a_request_waits_for_a_descriptor(caplog: pytest.LogCaptureFixture
     async with serving(answering("200 OK", "ok"), fresh_posts=True) as client:
         before = os.listdir("/proc/self/fd")
         assert await client.call("POST", "/x", 1) == b"ok"
-        while len(os.listdir("/proc/self/fd")) > len(before):  # noqa: ASYNC110 (of both ends)
-            await asyncio.sleep(0.01)
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= len(before))  # of both ends
         with few_descriptors(free=3):
             taken = []
             with suppress(OSError):

@@ -158,8 +158,7 @@ async def test_a_stop_string_stops_in_any_tokenization(b: Bench) -> None:
 
 @virtual(1)
 async def test_cancelling_aborts_the_request_at_once(b: Bench) -> None:
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.5)
+    pending = await b.begin(0.5)
     pending.cancel()
     await asyncio.wait({pending})
     assert asyncio.get_running_loop().time() < 0.6

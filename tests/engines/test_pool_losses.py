@@ -75,8 +75,7 @@ async def test_a_turn_that_lost_only_its_end_is_complete(
 async def test_a_restarted_single_server_loads_the_weights_before_it_serves(b: Bench) -> None:
     await b.load(1)
     (server,) = b.servers
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.95)
+    pending = await b.begin(0.95)
     server.kill()
     await asyncio.sleep(30)
     server.restart()
@@ -90,8 +89,7 @@ async def test_a_restarted_single_server_loads_the_weights_before_it_serves(b: B
 
 @virtual(2)
 async def test_turns_leave_a_hanging_server(b: Bench) -> None:
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.95)
+    pending = await b.begin(0.95)
     b.servers[0].hanging = True
     assert b.text(await pending) == TEXT
     assert asyncio.get_running_loop().time() < 70

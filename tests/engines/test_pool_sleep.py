@@ -45,8 +45,7 @@ async def test_turns_continue_after_a_sleep_and_use_up_no_deadline_or_retry(b: B
 
 @virtual(2)
 async def test_new_weights_wake_the_servers_and_sample_every_later_token(b: Bench) -> None:
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.91)
+    pending = await b.begin(0.91)
     await b.pool.sleep()
     await b.load(1)
     assert [(s.asleep, s.weights, s.policy_version) for s in b.servers] == [(False, "v1", 1)] * 2
@@ -58,8 +57,7 @@ async def test_new_weights_wake_the_servers_and_sample_every_later_token(b: Benc
 
 @virtual(2)
 async def test_a_server_that_dies_asleep_returns_with_the_weights(b: Bench) -> None:
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.91)
+    pending = await b.begin(0.91)
     await b.pool.sleep()
     dead, restarted = b.servers
     dead.kill()
@@ -90,8 +88,7 @@ async def test_a_recovering_server_does_not_delay_a_sleep(b: Bench, what: str) -
     """The server reports that it is healthy, and then answers no request."""
     silent = b.servers[0]
     await b.load(1)
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.91)
+    pending = await b.begin(0.91)
     if what == "a token":
         silent.silent = True
     else:

@@ -20,8 +20,7 @@ from tests.support.virtual_clock import on_virtual_clock
 
 @virtual(2)
 async def test_an_update_reaches_all_servers_and_running_turns(b: Bench) -> None:
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.91)
+    pending = await b.begin(0.91)
     await b.load(1)
     assert (b.pool.policy_version, b.pool.stats()["weight_updates"]) == (1, 1)
     assert [server.loaded for server in b.servers] == [[("v1", 1)]] * 2
@@ -42,8 +41,7 @@ async def test_preemptions_by_an_update_do_not_lower_the_limit(b: Bench) -> None
 @virtual(2)
 async def test_version_spans_are_exact_over_a_loss_and_an_update(b: Bench) -> None:
     """The versions of a lost part are those of its server when the tokens arrived."""
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.41)
+    pending = await b.begin(0.41)
     await b.load(1)
     await asyncio.sleep(0.5)
     b.servers[0].kill()
@@ -59,8 +57,7 @@ async def test_version_spans_are_exact_over_a_loss_and_an_update(b: Bench) -> No
 async def test_an_incomplete_update_excludes_the_server_until_it_has_the_weights(b: Bench) -> None:
     bad = b.servers[0]
     bad.load_faults = [ServerLostError("broken pipe"), ServerLostError("still broken")]
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.5)
+    pending = await b.begin(0.5)
     await b.load(1)
     assert b.pool.policy_version == 1
     assert b.pool.stats()["servers_up"] == 1
@@ -193,8 +190,7 @@ async def test_a_server_can_be_added_and_removed_during_the_run(b: Bench) -> Non
     assert late.loaded == [("v1", 1)]
     await b.load(2)
     assert late.loaded[-1] == ("v2", 2)
-    pending = asyncio.create_task(b.generate())
-    await asyncio.sleep(0.5)
+    pending = await b.begin(0.5)
     b.pool.remove_server("server0")
     assert b.pool.stats()["servers"] == 1
     assert not any(name.startswith("server/0/") for name in b.pool.stats())

@@ -166,6 +166,11 @@ async def test_a_turn_under_a_grammar(plain: ServerSubject, servers: Servers) ->
     await contract.check_guided(plain.server, servers.untied_world, 0)
 
 
+@pytest.mark.usefixtures("plain")  # which waits for the server
+async def test_scores_of_given_texts(servers: Servers) -> None:
+    await contract.check_scoring("vllm", servers.plain.url, servers.untied_world)
+
+
 async def test_streaming(plain: ServerSubject) -> None:
     await contract.check_streaming(plain)
     await contract.check_stream_interval(plain.server)

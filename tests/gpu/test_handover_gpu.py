@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Awaitable
 from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from agentenv.training.loop.publishers import (
     Publisher,
 )
 from benchmarks.parts.server_cost import VOCABULARY, make_model
-from tests.gpu.place import HAS_GPU
+from tests.gpu.place import HAS_GPU, timed, used_gib
 from tests.gpu.test_vllm_gpu import PYTHON, SHAPE, prompts
 from tests.learners.ranks import ALGORITHM
 
@@ -156,20 +155,6 @@ def some_sequences() -> list[EncodedTree]:
     return [encode_sequence(ids, [False] + [True] * 199) for ids in prompts("a", number)]
 
 
-async def timed(doing: Awaitable[Any]) -> tuple[float, Any]:
-    began = time.perf_counter()
-    result = await doing
-    return time.perf_counter() - began, result
-
-
-def used_gib() -> str:
-    """GiB of the GPU that processes have taken, as the driver counts them."""
-    if not HAS_GPU:
-        return "-"
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return f"{float(subprocess.check_output(command, text=True).split()[0]) / 1024:.1f}"
-
-
 async def test_the_cost_of_a_handover(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     shape = SHAPES[NAME] if HAS_GPU else {}
     make_model(tmp_path / "model", **shape, dtype=torch.bfloat16 if HAS_GPU else torch.float32)
@@ -270,4 +255,4 @@ async def sleeps(pool: EnginePool) -> str:
         held = used_gib()
         up, _ = await timed(pool.wake())
         naps.append(f"{down:.3f} and {up:.3f} s")
-    return f"to sleep and back, weights from files: {', '.join(naps)}; {held} GiB in use asleep"
+    return f"to sleep and back, weights from files: {', '.join(naps)}; {held:.1f} GiB in use asleep"

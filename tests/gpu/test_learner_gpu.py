@@ -7,11 +7,8 @@ scaled down on the CPU, where bytes are not counted.
 
 from __future__ import annotations
 
-import subprocess
-import time
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -24,11 +21,10 @@ from agentenv.learners.algorithms.credit import tree_credit
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.learner import DeepSpeedLearner
 from benchmarks.parts.layouts import WARM_UP, grow, load_shapes
-from tests.gpu.place import HAS_GPU
+from tests.gpu.place import HAS_GPU, timed, used_gib
 from tests.gpu.test_tree_gpu import random_policy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-T = TypeVar("T")
 DTYPE: Literal["bfloat16", "float32"] = "bfloat16" if HAS_GPU else "float32"
 TOKENS = 16384 if HAS_GPU else 512
 ALGORITHM = ARPO(group_size=8, importance_cap=2.0)
@@ -40,18 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_policy("0.5B").model.save_pretrained(path)
     (path / "tokenizer_config.json").write_text("{}")
     return path
-
-
-async def timed(doing: Awaitable[T]) -> tuple[float, T]:
-    start = time.perf_counter()
-    result = await doing
-    return time.perf_counter() - start, result
-
-
-def used_by_ranks() -> float:
-    """GiB of this machine's GPU that processes have taken, as the driver counts them."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return float(subprocess.check_output(command, text=True).split()[0]) / 1024
 
 
 def some_trees() -> list[TrajectoryTree]:
@@ -85,7 +69,7 @@ async def test_an_update_fits_into_the_memory_estimate_of_the_dry_run(
     shape = find_shape(model)
     assert shape is not None
     counted = learner_memory(shape, config, TOKENS)
-    before = used_by_ranks() if HAS_GPU else 0.0
+    before = used_gib()
     start_s, learner = await timed(
         DeepSpeedLearner.start(config, ALGORITHM, model, tmp_path / "log")
     )
@@ -96,12 +80,12 @@ async def test_an_update_fits_into_the_memory_estimate_of_the_dry_run(
         first = AutoModelForCausalLM.from_pretrained(await learner.export(tmp_path / "first"))
         found += [await timed(learner.update(credits)) for _ in range(3)]
         metrics = found[-1][1]
-        used = used_by_ranks() - before if HAS_GPU else 0.0
+        used = used_gib() - before
         publish_s, _ = await timed(learner.publish(tmp_path / "published"))
         naps = []
         for _ in range(2):  # the first allocates main memory for its copies
             sleep_s, _ = await timed(learner.sleep())
-            asleep = used_by_ranks() - before if HAS_GPU else 0.0
+            asleep = used_gib() - before
             naps.append((sleep_s, (await timed(learner.wake()))[0]))
         again = await learner.update(credits)
         second = AutoModelForCausalLM.from_pretrained(await learner.export(tmp_path / "second"))

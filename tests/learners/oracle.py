@@ -27,7 +27,8 @@ DEFAULTS = {
     "kl_kind": "k3", "kl_reward": 0.0, "entropy_bonus": 0.0, "sharing": "soft", "token_mask": None,
     "sequence_mask": None, "aggregation": "token-mean", "norm_length": 1024,
     "normalize_by_std": True, "entropy_advantage": 0.2, "entropy_balanced_clipping": True,
-    "proximal": "stale", "equal_groups": "count",
+    "proximal": "stale", "equal_groups": "count", "dense": False,
+    "taught": 0.0,
 }  # fmt: skip
 OWN = {
     "dr_grpo": {"aggregation": "seq-mean-token-sum-norm", "normalize_by_std": False},
@@ -119,6 +120,27 @@ def rows_of(tree: TrajectoryTree) -> list[Row]:
     return rows
 
 
+def dense_of(tree: TrajectoryTree) -> dict[int, np.ndarray]:
+    """Advantages of single tokens, of both signs; some nodes have none."""
+    return {
+        node.index: np.sin(5.0 * node.index + 2.0 * np.arange(len(node.action_ids)))
+        for node in tree.nodes
+        if node.index % 4
+    }
+
+
+def taught_of(tree: TrajectoryTree, vocabulary: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Three ids of each token of some nodes, and a teacher's log-probs of them."""
+    found = {}
+    for node in tree.nodes:
+        size = len(node.action_ids)
+        if size and node.index % 3:
+            first = np.array(node.action_ids)[:, None]
+            ids = (first + np.array([0, 1, 5])) % vocabulary
+            found[node.index] = ids, -1.6 - 0.3 * np.cos(ids + node.index)
+    return found
+
+
 def is_stale(tree: TrajectoryTree, rows: Sequence[Row]) -> bool:
     """Whether a token that is trained is of an older version."""
     nodes = {node.index: node for row in rows for node in row.path}
@@ -201,13 +223,13 @@ class Oracle:
         for row in group:
             row.proximal = row.behavior
         if needed:
-            for row, figures in zip(group, self._figures(group), strict=True):
-                row.proximal, row.entropies = figures
+            for row, (proximal, entropies, _) in zip(group, self._figures(group), strict=True):
+                row.proximal, row.entropies = proximal, entropies
         if self.set["kl_loss"] or self.set["kl_reward"]:
             assert self.reference is not None
             now = {n: p.detach().clone() for n, p in self.model.named_parameters()}
             self._place(self.reference)
-            for row, (logprobs, _) in zip(group, self._figures(group), strict=True):
+            for row, (logprobs, _, _) in zip(group, self._figures(group), strict=True):
                 row.reference = logprobs
             self._place(now)
         if self.set["kl_reward"]:
@@ -220,9 +242,9 @@ class Oracle:
         for name, parameter in self.model.named_parameters():
             parameter.copy_(weights[name])
 
-    def _figures(self, rows: list[Row]) -> list[tuple[Tensor, Tensor]]:
-        """Log-probs and entropies of the sampled tokens, by trajectory. Short ones are padded after
-        their end, which a causal model does not read."""
+    def _figures(self, rows: list[Row]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Log-probs and entropies of the sampled tokens, and the log-probs of the vocabulary, by
+        trajectory. Short ones are padded after their end, which a causal model does not read."""
         ids = pad_sequence([row.ids for row in rows], batch_first=True)
         found = []
         for row, logits in zip(
@@ -230,7 +252,7 @@ class Oracle:
         ):
             logprobs = logits[row.places - 1].log_softmax(-1)
             chosen = logprobs[torch.arange(len(row.places)), row.ids[row.places]]
-            found.append((chosen, -(logprobs.exp() * logprobs).sum(-1)))
+            found.append((chosen, -(logprobs.exp() * logprobs).sum(-1), logprobs))
         return found
 
     # a step
@@ -257,7 +279,7 @@ class Oracle:
         return torch.cat([grad.flatten() for grad in grads]), float(loss.detach())
 
     def _loss(
-        self, row: Row, current: Tensor, entropies: Tensor, mean: Tensor, std: Tensor
+        self, row: Row, current: Tensor, entropies: Tensor, every: Tensor, mean: Tensor, std: Tensor
     ) -> Tensor:
         """Sum over the tokens of a trajectory, whose figures under the weights of now are given."""
         advantage = row.advantage
@@ -268,16 +290,39 @@ class Oracle:
         if self.kind == "gspo":
             ratio = (current.detach() - row.proximal).mean().exp().expand_as(ratio)
         value, slope = self._policy_loss(ratio, advantage)
+        if self.set["dense"]:
+            values = dense_of(row.tree)
+            own = [values[node][place] if node in values else 0.0 for node, place in row.token]
+            of_token = (current.detach() - row.proximal).exp()
+            more = self._policy_loss(of_token, torch.tensor(own, dtype=torch.float64), whole=False)
+            value, slope = value + more[0], slope + more[1]
         weight = self._importance(row)
         loss = (weight * (value + slope * (current - current.detach()))).sum()
         if self.set["kl_loss"]:
             loss = loss + self.set["kl_loss"] * self._kl(current - row.reference).sum()
+        if self.set["taught"]:
+            loss = loss + self.set["taught"] * self._kl_to_teacher(row, every)
         return loss - self.set["entropy_bonus"] * entropies.sum()
 
-    def _policy_loss(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a token, and its derivative by the log-prob."""
+    def _kl_to_teacher(self, row: Row, every: Tensor) -> Tensor:
+        """Sum over tokens, of three ids and the rest of the vocabulary."""
+        known, total = taught_of(row.tree, every.shape[1]), torch.zeros((), dtype=torch.float64)
+        for (node, place), own in zip(row.token, every, strict=True):
+            if node in known:
+                ids, teacher = (torch.tensor(one[place]) for one in known[node])
+                p, q = own[ids].exp(), teacher.exp()
+                total = total + (p * (p / q).log()).sum()
+                total = total + (1 - p.sum()) * ((1 - p.sum()) / (1 - q.sum())).log()
+        return total
+
+    def _policy_loss(
+        self, ratio: Tensor, advantage: Tensor, *, whole: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of a token, and its derivative by the log-prob; `whole`: not of a dense term."""
         low, high = 1 - self.set["clip_low"], 1 + self.set["clip_high"]
         plain = -advantage * ratio
+        if self.kind == "gspo" and not whole:
+            return plain, plain
         if self.kind == "cispo":
             weight = ratio.clamp(low, high)
             return -weight * advantage, -weight * advantage

@@ -7,6 +7,9 @@ Where a step would move the weights by its own rule, both are moved by the same 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,13 +22,14 @@ from agentenv.learners.algorithms import baselines
 from agentenv.learners.algorithms.aepo import AEPO
 from agentenv.learners.algorithms.algorithm import Algorithm, Band
 from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import Taught
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.learner import encode_groups, in_order
 from agentenv.learners.ranks.trainer import Trainer
 from agentenv.learners.trees.encoded_tree import EncodedTree
 from agentenv.learners.trees.policy import Policy
-from tests.learners.oracle import VERSION, Oracle, grow
+from tests.learners.oracle import VERSION, Oracle, dense_of, grow, taught_of
 from tests.learners.trees import VOCABULARY, tiny_model
 
 EPOCHS = 2
@@ -53,6 +57,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("rloo", {"kl_reward": 0.1}),
     ("gspo", {"kl_reward": 0.1, "clip_low": 0.3, "clip_high": 0.3}),
     ("arpo", {"entropy_bonus": 0.05}),
+    *((kind, {"dense": True}) for kind in ("grpo", "reinforce_pp", "gspo", "cispo", "aepo")),
+    ("arpo", {"dense": True, "sharing": "hard"}),
+    ("grpo", {"dense": True, "aggregation": "seq-mean-token-mean", "sequence_mask": (0.2, 5.0)}),
+    *((kind, {"taught": 0.7}) for kind in ("grpo", "arpo")),
+    ("rloo", {"taught": 0.7, "dense": True}),
 ]
 MASKS = ("token_mask", "sequence_mask")
 FAMILIES = [("qwen3", 1 << 20), ("llama", 40)]  # whole, and cut into micro-batches of 40 tokens
@@ -94,6 +103,10 @@ def compare(
     oracle = Oracle(copy.deepcopy(model), kind, EPOCHS, **settings)
     proximal = settings.pop("proximal", "stale")
     drops = settings.pop("equal_groups", "count") == "drop"
+    more: Callable[[TrajectoryTree], dict[str, Any]] = partial(
+        added, dense=settings.pop("dense", False), taught=bool(settings.get("taught"))
+    )
+    settings["teach"] = settings.pop("taught", 0.0)
     bands = {
         name: Band(**dict(zip(("low", "high"), settings.pop(name), strict=True)))
         for name in MASKS
@@ -104,7 +117,7 @@ def compare(
     metrics: list[dict[str, float]] = []
     norms: list[float] = []
     for number in range(2):
-        found = trainer.update(encoded(minibatches, algorithm, trainer.config, drops), 1.0)
+        found = trainer.update(encoded(minibatches, algorithm, trainer.config, drops, more), 1.0)
         expected = oracle.update(minibatches)
         metrics.append(found)
         losses = []
@@ -122,6 +135,15 @@ def compare(
         trainer.moved = False  # as after a publish
     assert max(norms) > 0
     return metrics
+
+
+def added(tree: TrajectoryTree, *, dense: bool, taught: bool) -> dict[str, Any]:
+    """The parts of a credit that concern single tokens."""
+    known = taught_of(tree, VOCABULARY) if taught else {}
+    return {
+        "dense": dense_of(tree) if dense else {},
+        "taught": {index: Taught(*one) for index, one in known.items()},
+    }
 
 
 def exact(model: Any) -> Any:
@@ -142,6 +164,7 @@ def encoded(
     algorithm: Algorithm,
     config: LearnerConfig,
     drops: bool,
+    more: Callable[[TrajectoryTree], dict[str, Any]],
 ) -> list[list[EncodedTree]]:
     """As the learner gets them."""
     trees = [tree for batch in minibatches for tree in batch]
@@ -150,7 +173,12 @@ def encoded(
     given = [one if is_one else None for one, is_one in zip(own, is_taken, strict=True)]
     credits = iter(zip(algorithm.over_update(trees, given), is_taken, strict=True))
     taken = [
-        [(tree, credit) for tree in batch for credit, is_one in [next(credits)] if is_one]
+        [
+            (tree, replace(credit, **more(tree)))
+            for tree in batch
+            for credit, is_one in [next(credits)]
+            if is_one
+        ]
         for batch in minibatches
     ]
     return [encode_groups(in_order(one), VERSION, config, algorithm) for one in taken]

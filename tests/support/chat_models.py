@@ -156,14 +156,10 @@ def byte_tokenizer(
     """A token for each byte, for each of the `special` texts and for each of the `added` ones; a
     `bos` is put before each text."""
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, processors
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {character: number for number, character in enumerate(alphabet)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = bytes_tokenizer()
     token = tokenizers.AddedToken
     backend.add_special_tokens([token(text, special=True, normalized=False) for text in special])
     backend.add_tokens([token(text, normalized=False) for text in added])
@@ -178,3 +174,14 @@ def byte_tokenizer(
         additional_special_tokens=list(special),
         chat_template=template,
     )
+
+
+def bytes_tokenizer() -> Any:
+    """Of the package tokenizers: a token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: number for number, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -40,10 +40,10 @@ class Counter:
     schema: ClassVar = {"type": "object", "properties": {"by": {"type": "integer"}}}
     fork_mode: ForkMode = "snapshot"
 
-    def __init__(self, name: str = "counter", latency_s: float = 0.0) -> None:
+    def __init__(self, *faults: BaseException, name: str = "counter", latency_s: float = 0) -> None:
         self.name = name
         self.latency_s = latency_s
-        self.faults: list[BaseException] = []
+        self.faults = list(faults)
         self.fork_fault: Exception | None = None
         self.open: list[list[int]] = []
 

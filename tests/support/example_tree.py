@@ -4,10 +4,13 @@ call whose tool raised, and a secret in a tool's result."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Limit, Task, VersionSpan
-from agentenv.rollout.archive import Credit, KeptTree
+from agentenv.rollout.archive import Archive, Credit, KeptTree, StepHeader
+from agentenv.rollout.frames import ArchiveConfig
 
 SECRET = "sk-proj-0123456789abcdefghij"
 TASK = Task("train-7", "me/Warehouse-v0", "How many nuts?", ("310",), kind="nuts")
@@ -67,3 +70,18 @@ def example_tree(encode: Encode, *, with_secret: bool = False) -> KeptTree:
         advantages=[float("nan")] * 3 + [1.4, -0.7, -0.7, float("nan")],
     )
     return KeptTree(tree, "trained", credit=credit)
+
+
+def encode_with(tokenizer: Any) -> Encode:
+    return lambda text: tokenizer.encode(text, add_special_tokens=False) if text else []
+
+
+def write_run(folder: Path, tokenizer: Any, *secrets: bool) -> Path:
+    """The files of a run that exports read: of each step the tree, with the secret or without."""
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "config.json").write_text('{"model": {"path": "{run}/model"}}', encoding="utf-8")
+    archive = Archive(folder / "trees", ArchiveConfig())
+    for step, with_secret in enumerate(secrets, 1):
+        header = StepHeader(step, 2, 1, "settings", len(tokenizer), 1)
+        archive.write(header, [example_tree(encode_with(tokenizer), with_secret=with_secret)])
+    return folder

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tests.support import tea_house
+from tests.support.json_files import write_rows
 
 
 class Item(NamedTuple):
@@ -52,8 +53,7 @@ def write_exams(folder: Path) -> tuple[Path, Path]:
     gaia.append({**gaia[-1], "task_id": "g-file", "file_name": "table.xlsx"})
     hle.append({**hle[-1], "id": "h-image", "image": "data:image/png;base64,AAAA"})
     for name, rows in (("gaia", gaia), ("hle", hle)):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        write_rows(folder / f"{name}.jsonl", rows)
     return folder / "gaia.jsonl", folder / "hle.jsonl"
 
 

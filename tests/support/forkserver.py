@@ -131,15 +131,9 @@ class ForkServer:
         command line. Its output goes to the file `output`. With `guard`, the path of `guard.py` and
         its seconds, that one guards it, whose input is `stdin`. Returns the end of a connection,
         for a `Forked`."""
-        request = {
-            "arguments": list(arguments),
-            "environment": dict(environment),
-            "folder": str(folder),
-            "guard": list(guard),
-        }
         with open(os.devnull, "rb") as null:
             fds = [output, null.fileno() if stdin is None else stdin]
-            return send_request(self._control, request, fds)
+            return send_request(self._control, fds, arguments, environment, str(folder), guard)
 
     def close(self) -> None:
         """Idempotent."""
@@ -148,10 +142,19 @@ class ForkServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def send_request(control: socket.socket, request: dict[str, Any], fds: list[int]) -> socket.socket:
+def send_request(
+    control: socket.socket,
+    fds: Sequence[int],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str,
+    guard: Sequence[str] = (),
+) -> socket.socket:
+    request = {"arguments": arguments, "environment": {**environment}, "folder": folder}
+    data = json.dumps(request | {"guard": guard}).encode()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        socket.send_fds(control, [json.dumps(request).encode()], [theirs.fileno(), *fds])
+        socket.send_fds(control, [data], [theirs.fileno(), *fds])
     return ours
 
 
@@ -209,16 +212,10 @@ def stand_in(python: str, address: str, modules: Sequence[str]) -> NoReturn:
         del arguments[0]
     if arguments[:1] != ["-m"] or arguments[1] not in modules:
         os.execv(python, [python, *sys.argv[1:]])
-    request = {
-        "arguments": arguments,
-        "environment": dict(os.environ),
-        "folder": os.getcwd(),
-        "guard": [],
-    }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control:
         control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
         control.connect(address)
-        process = Forked(send_request(control, request, [1, 0]))
+        process = Forked(send_request(control, [1, 0], arguments, os.environ, os.getcwd()))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _: process.send_signal(number))
     process.watch()

@@ -7,13 +7,14 @@ writes it instead, for a reader to check the difference.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 import pytest
 
 from tests.support.sources import ROOT
 
+Said = Callable[..., str]  # the fixture `said`
 FOLDER = ROOT / "tests" / "golden"
 TIMES = (
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?", "DATE"),

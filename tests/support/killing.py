@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import psutil
@@ -52,6 +52,7 @@ from agentenv.rollout import journal
 from agentenv.rollout.frames import framed
 from agentenv.training.loop.publishers import DirectoryPublisher
 from agentenv.training.reports.recorder import RunRecorder
+from tests.support.forkserver import Fork
 from tests.support.rank_here import rank_here
 
 Role = str  # controller, rank
@@ -276,21 +277,18 @@ def command_name(command: Any) -> str:
     return name
 
 
-class SpareRank:
+class SpareRank(Fork):
     """The learner's rank: a fork that waits for its environment, with the interface of a process
     that the controller uses."""
 
     def __init__(self, killer: Killer) -> None:
         inner, self._settings_fd = os.pipe()
-        self.returncode: int | None = None
         self.stdin = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self._settings_fd)
-            self._be(inner, killer)
+        super().__init__(lambda: self._be(inner, killer))
         os.close(inner)
 
-    def _be(self, inner: int, killer: Killer) -> None:
+    def _be(self, inner: int, killer: Killer) -> NoReturn:
+        os.close(self._settings_fd)
         os.setsid()
         killer.role = "rank"
         settings = b""
@@ -313,21 +311,14 @@ class SpareRank:
         os.write(self._settings_fd, json.dumps([environment, str(log)]).encode())
         os.close(self._settings_fd)
 
-    def _poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    async def wait(self) -> int:
-        while self._poll() is None:  # noqa: ASYNC110 - a process sets no event
+    async def wait(self) -> int:  # type: ignore[override]
+        while self.poll() is None:  # noqa: ASYNC110 - a process sets no event
             await asyncio.sleep(0.01)
         assert self.returncode is not None
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        if self._poll() is None:
+        if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:

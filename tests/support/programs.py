@@ -47,11 +47,11 @@ class Client:
         await asyncio.wait([asking])
 
 
-Program = Callable[[Client], Awaitable[float]]
+Program = Callable[[Client], Awaitable[float | None]]
 
 
 class ProgramEnv:
-    """An episode of a program, which returns its reward; a fork replays it."""
+    """An episode of a program, which returns its reward, None: 1; a fork replays it."""
 
     fork_mode: ForkMode = "replay"
     last: capture.CaptureSession
@@ -110,7 +110,8 @@ class ProgramEnv:
     async def _run(self) -> float:
         client = Client(self.session.variables, self.task)
         try:
-            return await self.program(client)
+            reward = await self.program(client)
+            return 1.0 if reward is None else reward
         finally:
             await client.http.close()
 

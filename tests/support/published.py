@@ -12,6 +12,7 @@ from typing import Any
 from agentenv.envs.quickstart.setup import build_model, chain
 from agentenv.envs.quickstart.world import demonstration, make_world
 from agentenv.launchers import sft
+from tests.support.json_files import change_json, write_rows
 from tests.support.rank_here import rank_here
 
 SYSTEM = "What is of user"  # words of the small tokenizer; published rows bring a system prompt too
@@ -41,18 +42,16 @@ muon_learning_rate = 1.2e-2
 def make_workspace(folder: Path) -> Path:
     """Files in `folder`, and its run "cold-start", whose path is returned."""
     build_model(folder / "model", seed=0)
-    settings = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
-    settings["max_position_embeddings"] = CONTEXT
-    (folder / "model" / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    change_json(folder / "model" / "config.json", max_position_embeddings=CONTEXT)
     world = make_world(0)
-    write(folder / "kb.jsonl", world.documents())
+    write_rows(folder / "kb.jsonl", world.documents())
     questions = [q.row() for q in world.questions["train"] if q.kind in KINDS]
-    write(folder / "rl.jsonl", (published(row, i) for i, row in enumerate(questions)))
-    write(folder / "sharegpt.jsonl", dialogues(set(world.reserved())))
-    write(folder / "pairs.jsonl", pairs(set(world.reserved())))
+    write_rows(folder / "rl.jsonl", (published(row, i) for i, row in enumerate(questions)))
+    write_rows(folder / "sharegpt.jsonl", dialogues(set(world.reserved())))
+    write_rows(folder / "pairs.jsonl", pairs(set(world.reserved())))
     rows = [{"question": q["question"], "answer": q["answer"]} for q in questions[:8]]
     for name in ("gsm8k", "hotpotqa", "webwalker"):
-        write(folder / f"{name}.jsonl", rows)
+        write_rows(folder / f"{name}.jsonl", rows)
     registry = {"final_5w4_still": {"file_name": "sharegpt.jsonl", "formatting": "sharegpt"}}
     (folder / "dataset_info.json").write_text(json.dumps(registry), encoding="utf-8")
     config = folder / "cold.toml"
@@ -100,7 +99,3 @@ def pairs(reserved: set[str]) -> Iterator[dict[str, Any]]:
             "chosen": {"from": "gpt", "value": chain(good.turns)},
             "rejected": {"from": "gpt", "value": chain(bad.turns)},
         }
-
-
-def write(path: Path, rows: Any) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -11,12 +11,13 @@ from typing import Any
 import pyarrow as arrow
 from pyarrow import parquet
 
-from agentenv.assembly.checks.memory import KNOWN
+from agentenv.assembly.checks.memory import KNOWN, ModelShape
 from agentenv.assembly.keys.benchmarks import BENCHMARKS
 from agentenv.base.model_files import load_config
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.learners.lora import empty_model
 from tests.commands.benchmark_files import encrypted
+from tests.support.json_files import write_rows
 
 Row = dict[str, Any]
 
@@ -86,11 +87,6 @@ def write_parquet(path: Path, rows: list[Row]) -> None:
     parquet.write_table(arrow.Table.from_pylist(rows), path)
 
 
-def write_rows(path: Path, rows: list[Row]) -> None:
-    """As JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def benchmark_rows(name: str) -> list[Row]:
     """Rows as the released evaluation has them: of gated sets in the columns of their source."""
     question, gold, _ = QUESTIONS[name not in ("aime24", "aime25", "gsm8k", "math500", "math")]
@@ -153,19 +149,23 @@ def make_model(path: Path, template: Path, shape_of: str = "") -> None:
         if file.name not in ("config.json", "model.safetensors"):
             (path / file.name).symlink_to(file)
     shape = KNOWN[shape_of or max((name for name in KNOWN if name in path.name), key=len)]
-    model_type = "qwen3" if shape.qk_norm else "qwen2"
-    config = {
-        "model_type": model_type, "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
-        "intermediate_size": shape.intermediate, "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.context, "tie_word_embeddings": shape.tied,
-    }  # fmt: skip
+    config = {"model_type": "qwen3" if shape.qk_norm else "qwen2", **keys_of(shape)}
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     write_holes(path)
     if "GPTQ-Int4" in path.name:
         config["quantization_config"] = {"bits": 4}
         (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def keys_of(shape: ModelShape) -> dict[str, Any]:
+    """In the configuration of a model."""
+    return {
+        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim, "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocabulary, "max_position_embeddings": shape.context,
+        "tie_word_embeddings": shape.tied,
+    }  # fmt: skip
 
 
 def write_holes(path: Path) -> None:

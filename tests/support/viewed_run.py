@@ -16,6 +16,7 @@ from agentenv.base.tree import Node, Scored, TrajectoryTree
 from agentenv.base.types import Limit, Task, VersionSpan
 from agentenv.rollout.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
 from agentenv.rollout.frames import ArchiveConfig
+from tests.support.chat_models import bytes_tokenizer
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 RESULT = "</pre></div><iframe src=javascript:parent.hacked=1></iframe> héllo ✓ \u202eflip"
@@ -23,13 +24,7 @@ RESULT = "</pre></div><iframe src=javascript:parent.hacked=1></iframe> héllo �
 
 def make_tokenizer(folder: Path) -> Any:
     """One token a byte; its file in the folder, as a model has it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {char: number for number, char in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = bytes_tokenizer()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     return tokenizer

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from agentenv.base.deadline import uncancelled
 from agentenv.base.tree import TrajectoryTree
+from agentenv.learners.algorithms.credit import CreditedTree
 from agentenv.learners.keys import Metrics
 from agentenv.learners.optimizer import lr_factor
 from agentenv.learners.trees.partition import forget_entropies
@@ -46,6 +47,13 @@ class Critic(Protocol):
         """Train on the answers, without publishing the weights."""
 
 
+class Teacher(Protocol):
+    """Adds dense advantages to the credit of trees (`training/supervised/teaching.py`)."""
+
+    async def teach(self, groups: Sequence[CreditedTree]) -> tuple[list[CreditedTree], Metrics]:
+        """The groups with them, and metrics."""
+
+
 @dataclass
 class Loop:
     """Trains the policy, step by step, and has all objects of the run; built by
@@ -56,6 +64,7 @@ class Loop:
     evaluator: RunEvaluator
     report: StepReport
     critic: Critic | None
+    teacher: Teacher | None
     settings: str  # see training.rollout_settings
 
     def __post_init__(self) -> None:
@@ -133,6 +142,9 @@ class Loop:
         state = self.state
         if self.critic is not None and batch.answers is not None:
             batch.metrics |= await self.critic.learn(state.step, batch.answers)
+        if self.teacher is not None and batch.trained:
+            batch.trained, found = await self.teacher.teach(batch.trained)
+            batch.metrics |= found
         if batch.trained:
             batch.metrics |= await self._train(batch)
         try:

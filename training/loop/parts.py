@@ -24,7 +24,7 @@ from agentenv.assembly.parts.assembly import (
     training_set,
 )
 from agentenv.assembly.parts.environments import try_env
-from agentenv.assembly.run.kept import link_model
+from agentenv.assembly.run.kept import find_checkpoint, link_model
 from agentenv.assembly.run.rundir import RunDirectory
 from agentenv.assembly.serving.gpus import gpus_of_ranks, learner_gpus
 from agentenv.base.config import Reporter
@@ -210,6 +210,14 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
         self.stack.push_async_callback(close)
         return group
 
+    @property
+    def teacher_on_ranks(self) -> Path | None:
+        """The directory of a teacher on the learner's ranks."""
+        role = self.config.roles.get("teacher")
+        if role is None or role.engine != "learner":
+            return None
+        return find_checkpoint(self.resolve(role.model))
+
     @once
     async def learner(self) -> DeepSpeedLearner:
         """The learner, started, at the policy version of the checkpoint; asleep if it shares its
@@ -222,6 +230,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             self.folder / LEARNER_LOG,
             seed=config.run.seed,
             ranks=await self.ranks(),
+            teacher=self.teacher_on_ranks,
         )
         self.stack.push_async_callback(learner.close)
         if self.checkpoint is not None:

@@ -40,7 +40,7 @@ from agentenv.training.loop.batching import BatchBuilder
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.evaluations import RunEvaluator
 from agentenv.training.loop.feeder import Feeder, Workers
-from agentenv.training.loop.loop import Critic, Loop
+from agentenv.training.loop.loop import Critic, Loop, Teacher
 from agentenv.training.loop.parity import ParityCheck
 from agentenv.training.loop.parts import Build, Parts
 from agentenv.training.loop.recorder import Recorder
@@ -78,6 +78,7 @@ class Training:
     start_workers: Callable[[Loop, AsyncExitStack], Awaitable[Workers | None]]
     cold_start: Callable[[Parts, Recorder, Path | None], Awaitable[None]]
     make_critic: Callable[[TrainConfig, Parts, RunDirectory], Critic]
+    make_teacher: Callable[[TrainConfig, Parts, AsyncExitStack], Awaitable[Teacher]]
     resume: InitVar[str] = ""
     make_feeder: type[Feeder] = Feeder
     make_report: type[StepReport] = StepReport
@@ -154,12 +155,16 @@ class Training:
             journal=journal,
             archive=recorder.archive,
         )
+        teacher = None
+        if config.algorithm.teach:
+            teacher = await self.make_teacher(config, parts, stack)
         self.loop = Loop(
             feeder=feeder,
             parity=ParityCheck(config, parts.probe, state.parity),
             evaluator=RunEvaluator(parts, recorder, saver, self.clock),
             report=self.make_report(feeder, recorder, self.lag),
             critic=None if config.self_critic is None else self.make_critic(config, parts, run),
+            teacher=teacher,
             settings=settings,
         )
         return self.loop

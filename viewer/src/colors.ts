@@ -7,6 +7,7 @@ export const MODES: [string, string, string][] = [
   ["entropy", "entropy", "entropy of the sampling distribution, nats"],
   ["advantage", "advantage", "advantages of the trajectories that share the token: positive, negative, or both"],
   ["gap", "learner − engine", "difference of the log-probs of learner and engine, nats"],
+  ["teacher", "teacher − policy", "log-prob of the teacher less that of the policy that sampled the token, nats"],
   ["version", "policy version", "policy version whose weights sampled the token"],
   ["mask", "mask", "sampled and trained, sampled only, or observed"],
   ["probability", "probability", "probability of the token under the engine"],
@@ -27,10 +28,16 @@ function quantile(values: number[], share: number): number {
   return sorted[Math.min(sorted.length - 1, Math.floor(share * sorted.length))] ?? 0;
 }
 
-export function gapOf(node: Node, i: number): number | null {
-  const [learner, engine] = [node.learner[i], node.logprobs[i]];
-  return typeof learner === "number" && typeof engine === "number" ? learner - engine : null;
+export type Reader = "learner" | "teacher";
+
+/** Its log-prob less the engine's. */
+export function gapOf(node: Node, i: number, reader: Reader = "learner"): number | null {
+  const [own, engine] = [node[reader][i], node.logprobs[i]];
+  return typeof own === "number" && typeof engine === "number" ? own - engine : null;
 }
+
+/** Whose gap a mode shows. */
+const readerOf = (mode: string): Reader | null => (mode === "gap" ? "learner" : mode === "teacher" ? "teacher" : null);
 
 export function versionOf(tree: Tree, node: Node, i: number): number {
   return node.versions.find(([, from, to]) => from <= i && i < to)?.[0] ?? tree.policy_version;
@@ -40,11 +47,19 @@ export function scaleOf(tree: Tree, mode: string): Scale {
   let most = 1;
   if (mode === "entropy") most = Math.max(0.1, quantile(tree.nodes.flatMap((node) => finite(node.entropies)), 0.98));
   if (mode === "advantage") most = Math.max(1e-6, ...tree.nodes.flatMap((node) => (node.ids.length ? shares(node).map(Math.abs) : [])));
-  if (mode === "gap") most = Math.max(0.01, quantile(tree.nodes.flatMap((node) => node.ids.flatMap((_, i) => finite([gapOf(node, i)]).map(Math.abs))), 0.98));
+  const reader = readerOf(mode);
+  if (reader) most = Math.max(0.01, quantile(tree.nodes.flatMap((node) => node.ids.flatMap((_, i) => finite([gapOf(node, i, reader)]).map(Math.abs))), 0.98));
   return { mode, most, tree };
 }
 
 const level = (share: number, levels: number): number => Math.min(levels, Math.max(0, Math.round(share * levels)));
+
+/** The class of a difference. */
+function sized(gap: number | null, most: number): string {
+  if (gap === null) return "unknown";
+  const size = level(Math.abs(gap) / most, 4);
+  return size === 0 ? "" : gap > 0 ? `p${size}` : `n${size}`;
+}
 
 /** The class of a sampled token. */
 export function tone(scale: Scale, node: Node, i: number): string {
@@ -54,12 +69,8 @@ export function tone(scale: Scale, node: Node, i: number): string {
     return typeof entropy === "number" ? `h${level(entropy / most, 8)}` : "unknown";
   }
   if (mode === "advantage") return signs(node, most);
-  if (mode === "gap") {
-    const gap = gapOf(node, i);
-    if (gap === null) return "unknown";
-    const size = level(Math.abs(gap) / most, 4);
-    return size === 0 ? "" : gap > 0 ? `p${size}` : `n${size}`;
-  }
+  const reader = readerOf(mode);
+  if (reader) return sized(gapOf(node, i, reader), most);
   if (mode === "version") return `v${Math.min(7, Math.max(0, tree.learner_version - versionOf(tree, node, i)))}`;
   if (mode === "mask") return tree.fate === "trained" && (node.weight ?? 0) > 0 ? "m-trained" : "m-sampled";
   if (mode === "probability") {
@@ -97,12 +108,8 @@ export function boxTone(scale: Scale, node: Node): string {
     const found = mean(finite(node.logprobs).map(Math.exp));
     return found === null ? "unknown" : `h${8 - level(found, 8)}`;
   }
-  if (mode === "gap") {
-    const found = mean(finite(node.ids.map((_, i) => gapOf(node, i))));
-    if (found === null) return "unknown";
-    const size = level(Math.abs(found) / most, 4);
-    return size === 0 ? "" : found > 0 ? `p${size}` : `n${size}`;
-  }
+  const reader = readerOf(mode);
+  if (reader) return sized(mean(finite(node.ids.map((_, i) => gapOf(node, i, reader)))), most);
   return tone(scale, node, node.ids.length - 1);
 }
 
@@ -114,7 +121,8 @@ export function legendOf(scale: Scale): [string, string][] {
     case "advantage":
       return [["p3", "more likely"], ["n3", "less likely"], ["both b3", "both: its trajectories disagree"]];
     case "gap":
-      return [["n4", `learner ${num(most, 3)} nats below`], ["p4", "above"]];
+    case "teacher":
+      return [["n4", `${readerOf(mode)} ${num(most, 3)} nats below`], ["p4", "above"]];
     case "version": {
       const ages = [...new Set(tree.nodes.flatMap((node) => node.versions.map(([version]) => tree.learner_version - version)))].sort((a, b) => a - b);
       return ages.map((age) => [`v${Math.min(7, Math.max(0, age))}`, `version ${tree.learner_version - age}${age ? `, ${age} old` : ", the learner's own"}`]);

@@ -205,14 +205,15 @@ function Detail(props: { tree: Tree; at: { node: number; i: number } | null }) {
     );
   const i = at.i;
   const version = versionOf(tree, node, i);
-  const gap = gapOf(node, i);
+  const nats = (gap: number | null) => (gap === null ? "–" : `${gap > 0 ? "+" : ""}${num(gap, 4)}`);
   const logprob = node.logprobs[i];
   const pairs: [string, string][] = [
     ["token", `${node.ids[i]}`],
     ["p", typeof logprob === "number" ? num(Math.exp(logprob)) : "–"],
     ["engine", `${num(logprob)} nats`],
     ["learner", typeof node.learner[i] === "number" ? `${num(node.learner[i])} nats` : "not trained"],
-    ["gap", gap === null ? "–" : `${gap > 0 ? "+" : ""}${num(gap, 4)}`],
+    ["gap", nats(gapOf(node, i))],
+    ...(node.teacher.length ? [["teacher − policy", nats(gapOf(node, i, "teacher"))] as [string, string]] : []),
     ["before the update", typeof node.proximal[i] === "number" ? num(node.proximal[i]) : "–"],
     ["entropy", typeof node.entropies[i] === "number" ? `${num(node.entropies[i])} nats` : "–"],
     ["version", `${version}${tree.learner_version - version > 0 ? `, ${tree.learner_version - version} old` : ""}`],
@@ -444,6 +445,7 @@ function View(props: { tree: Tree; branch: string | undefined; query: URLSearchP
               <i class={cx("swatch", name)} /> {text}
             </span>
           ))}
+          {color === "teacher" && !tree.nodes.some((node) => node.teacher.length) && <span class="muted">no teacher scored it</span>}
           {color === "gap" && !tree.has_learner && <span class="muted">not yet seen by the learner</span>}
           {color === "advantage" && !tree.has_credit && <span class="muted">no credit: too few trajectories counted</span>}
         </span>

@@ -106,6 +106,7 @@ export interface Node {
   logprobs: Nats;
   proximal: Nats;
   learner: Nats;
+  teacher: Nats;
   entropies: Nats;
   versions: [number, number, number][];
   observation: string;

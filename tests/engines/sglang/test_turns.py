@@ -39,6 +39,10 @@ async def test_a_turn_under_a_grammar(server: SGLangServer, untied: World) -> No
     await contract.check_guided(server, untied, 0)
 
 
+async def test_scores_of_given_texts(server: SGLangServer, untied: World) -> None:
+    await contract.check_scoring("sglang", server.url, untied)
+
+
 async def test_stop_strings(server: SGLangServer, untied: World) -> None:
     await contract.check_stop_strings(ServerSubject(server), untied, 0)
     await contract.check_stop_tokens(server, untied, 0)

@@ -1,0 +1,159 @@
+"""Hints: what the teacher reads, and that nobody else does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.types import Task
+from agentenv.launchers import train
+from agentenv.rollout.archive import ARCHIVE
+from agentenv.rollout.archive_reader import readable_steps
+from agentenv.training.supervised import hints
+from agentenv.training.supervised.hints import copied, gold, hinted, sibling
+from tests.support.runs import rows_of
+
+
+def turn(tree: TrajectoryTree, parent: Node, *ids: int, **fields: Any) -> Node:
+    own = {"action_ids": ids, "logprobs": [-1.0] * len(ids), "entropies": [1.0] * len(ids)}
+    return tree.add(parent, **own, **fields)
+
+
+def forked() -> TrajectoryTree:
+    """
+    1 2 -+- 3 4 [5] -+- 6 7        right
+         |           +- 8 [5] -+- 9
+         |                     +- 9 9
+         +- 8
+    """
+    tree = TrajectoryTree(Task("t", "me", "?", ("yes",)))
+    root = tree.add(None, observation_ids=[1, 2])
+    first = turn(tree, root, 3, 4, observation_ids=[5])
+    turn(tree, first, 6, 7, end="terminated", reward=1.0, info={"success": True})
+    second = turn(tree, first, 8, branch="0+1", observation_ids=[5])
+    turn(tree, second, 9, branch="0+1", end="terminated")
+    turn(tree, second, 9, 9, branch="0+1.1+1", end="terminated")
+    turn(tree, root, 8, branch="1", end="terminated")
+    return tree
+
+
+def test_a_siblings_hint_begins_where_the_paths_part() -> None:
+    tree = forked()
+    found = hinted(tree, sibling)
+    assert [one.ids for one in found] == [
+        [1, 2, 3, 4, 5, 6, 7, 5, 8, 5, 9],
+        [1, 2, 3, 4, 5, 6, 7, 5, 8, 5, 9, 9],
+        [1, 2, 3, 4, 5, 6, 7, 1, 2, 8],
+    ]
+    scored = [[t for t, one in zip(path.ids, path.mask, strict=True) if one] for path in found]
+    assert scored == [[8, 9], [9, 9], [8]], "a shared turn once, no token of a hint"
+    assert [[node.index for node in path.nodes] for path in found] == [[3, 4], [5], [6]]
+    assert not any(copied(found[0]))
+    tree.nodes[2].reward = 0.0
+    assert hinted(tree, sibling) == []  # no return is better than another
+
+
+def test_the_gold_follows_the_prompt() -> None:
+    asked: list[str] = []
+
+    def encode(text: str) -> Sequence[int]:
+        asked.append(text)
+        return [7, 8, 9]
+
+    found = hinted(forked(), gold(encode))
+    assert found[0].ids == [1, 2, 7, 8, 9, 1, 2, 3, 4, 5, 8, 5, 9]
+    assert "yes" in asked[0]
+
+
+def test_copies_of_a_hint_are_counted() -> None:
+    path = hints.HintedPath([1, 4, 5, 6, 0, 4, 5, 6, 6], [False] * 5 + [True] * 4, [], [4, 5, 6])
+    assert copied(path) == [False, False, True, False]
+
+
+KEYS = [
+    "algorithm={name='grpo', group_size=4, teach=0.5, hint='HINT'}", "train.num_steps=2",
+    "queue.groups_per_step=4",
+]  # fmt: skip
+
+
+def told(tree: TrajectoryTree, path: Any) -> str:
+    """A hint of one's own."""
+    return f"It is {tree.task.answers[0]}."
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("hint", ["sibling", "gold", "tests.commands.test_hints:told"])
+def test_only_the_teacher_reads_hints(warehouse: Path, hint: str) -> None:
+    name = f"hinted-{hint[:3]}"
+    keys = [one.replace("HINT", hint) for one in KEYS]
+    assert train.main([str(warehouse), *keys, f"run.name={name}"]) == 0
+    run = warehouse.parent / "runs" / name
+    row = next(one for one in rows_of(run) if "teacher/hinted" in one)
+    assert row["teacher/hinted"] > 0
+    assert row["teacher/hints_too_long"] == 0
+    model = AutoModelForCausalLM.from_pretrained(warehouse.parent / "model")
+    gaps, build = [], hints.builder(hint, _tokenizer(warehouse))
+    (step, *_) = readable_steps(run / ARCHIVE, print)
+    for kept in step.trees():
+        whole = [one for node in kept.tree.nodes for one in node.observation_ids]
+        for path in hinted(kept.tree, build):
+            with torch.no_grad():
+                scores = model(torch.tensor([path.ids])).logits[0].double().log_softmax(-1)
+            places = [n for n, one in enumerate(path.mask) if one]
+            policy = [one for node in path.nodes for one in node.logprobs]
+            gaps += [
+                float(scores[n - 1, path.ids[n]]) - p for n, p in zip(places, policy, strict=True)
+            ]
+        if hint == "gold":
+            text = " ".join(map(str, whole))
+            for own in filter(None, (build(kept.tree, one) for one in kept.tree.trajectories())):
+                assert " ".join(map(str, own.ids)) not in text
+    assert row["teacher/gap"] == pytest.approx(np.mean(gaps), abs=1e-4)
+
+
+def _tokenizer(warehouse: Path) -> Any:
+    from agentenv.base.model_files import load_tokenizer
+
+    return load_tokenizer(warehouse.parent / "model")
+
+
+BAD = {
+    "weight": (["algorithm.hint=gold"], "algorithm.teach is 0"),
+    "name": (["algorithm={name='grpo', teach=1, hint='golden'}"], "expected sibling, gold"),
+    "function": (["algorithm={name='grpo', teach=1, hint='nowhere:at_all'}"], "cannot be loaded"),
+    "server": (
+        ["algorithm={name='grpo', teach=1, hint='gold'}", "roles.teacher.url=http://127.0.0.1:9"],
+        "the learner scores hints",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_hint_that_cannot_be_used_is_refused(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    keys, says = BAD[name]
+    assert train.main([str(warehouse), *keys, f"run.name=bad-hint-{name}"]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.usefixtures("here")
+def test_a_hint_beyond_the_context_is_left_out_and_counted(
+    warehouse: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentenv.training.supervised import teaching
+
+    monkeypatch.setattr(teaching, "num_positions", lambda config: 20)
+    keys = [one.replace("HINT", "gold") for one in KEYS]
+    assert train.main([str(warehouse), *keys, "run.name=hinted-long"]) == 0
+    rows = rows_of(warehouse.parent / "runs" / "hinted-long")
+    assert all(row["teacher/hinted"] == 0 for row in rows if "teacher/hinted" in row)
+    assert sum(row.get("teacher/hints_too_long", 0) for row in rows) > 0
+    assert "hints_too_long" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""The policy as its own teacher, with a hint: text that only the teacher reads.
+
+    teacher reads   prefix, observation, hint, observation, turns of the failed trajectory
+    policy read     prefix, observation,                    turns of the failed trajectory
+
+A hint belongs to a place of a failed trajectory: a node whose observation it follows, and which is
+repeated after it. `sibling` is the rest of the best trajectory of the tree from the place where
+both part: the siblings of a fork share the exact prefix, so that the hint begins at the turn that
+differs. `gold` is the answer of the row, after the prompt. Only turns after the place are scored
+(SDPO, arXiv 2601.20802, hints whole prompts; SDAR, arXiv 2605.15155, adds a gate).
+
+The tokens of a hint are in no tree: they are in the sequences that the learner scores, and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from agentenv.base.crashes import called
+from agentenv.base.registry import loaded
+from agentenv.base.tree import Node, Trajectory, TrajectoryTree
+from agentenv.learners.trees.encoded_tree import trained
+
+Encode = Callable[[str], Sequence[int]]
+MATCH = 3  # tokens of a trained token and those before it, that a hint has too: a copy
+
+
+class PlacedHint(NamedTuple):
+    """`ids` stand after the observation of `place`."""
+
+    place: Node
+    ids: Sequence[int]
+
+
+Builder = Callable[[TrajectoryTree, Trajectory], PlacedHint | None]
+
+
+class HintedPath(NamedTuple):
+    """What the teacher reads of a trajectory: `mask` marks the tokens of `nodes`, which it scores,
+    in their order."""
+
+    ids: list[int]
+    mask: list[bool]
+    nodes: list[Node]
+    hint: Sequence[int]
+
+    @property
+    def temperature(self) -> float:
+        return self.nodes[0].temperature
+
+
+def sibling(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
+    """Of the trajectories with the highest return, which is above the failed one's, that which
+    shares the longest part with it, from there on."""
+    known, best = {node.index for node in failed.path}, (failed.reward, 0, failed.path)
+    for other in tree.trajectories():
+        shared = sum(node.index in known for node in other.path)
+        if shared and other.reward > failed.reward:
+            best = max(best, (other.reward, shared, other.path), key=lambda one: one[:2])
+    _, shared, path = best
+    if path is failed.path:
+        return None
+    rest = [one for node in path[shared:] for one in (*node.action_ids, *node.observation_ids)]
+    return PlacedHint(path[shared - 1], rest)
+
+
+def gold(encode: Encode) -> Builder:
+    """The row's answer, after the prompt."""
+
+    def build(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
+        if failed.success or not tree.task.answers:
+            return None
+        return PlacedHint(failed.path[0], encode(f" The answer is {tree.task.answers[0]}. "))
+
+    return build
+
+
+def own(function: Any, encode: Encode) -> Builder:
+    """A user's function of the tree and a failed trajectory: text after the prompt, or None."""
+
+    def build(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
+        text = None if failed.success else called(function, tree, failed)
+        return PlacedHint(failed.path[0], encode(text)) if text else None
+
+    return build
+
+
+def builder(name: str, tokenizer: Any) -> Builder:
+    """The builder of `algorithm.hint`. Raises ConfigError for a function that cannot be loaded."""
+
+    def encode(text: str) -> Sequence[int]:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    if name == "sibling":
+        return sibling
+    return gold(encode) if name == "gold" else own(loaded(name), encode)
+
+
+def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:
+    """Every trajectory that has a hint; a shared turn is scored in the first one."""
+    found, seen = [], set[int]()
+    for path in tree.trajectories():
+        hint = build(tree, path)
+        if hint is None or not hint.ids:
+            continue
+        place = next(n for n, node in enumerate(path.path) if node is hint.place)
+        ids = [
+            t for node in path.path[: place + 1] for t in (*node.action_ids, *node.observation_ids)
+        ]
+        ids += [*hint.ids, *hint.place.observation_ids]
+        mask, nodes = [False] * len(ids), []
+        for node in path.path[place + 1 :]:
+            is_new = node.index not in seen
+            seen.add(node.index)
+            nodes += [node] if is_new and node.action_ids else []
+            mask += [is_new and one for one in trained(node).tolist()]
+            mask += [False] * len(node.observation_ids)
+            ids += [*node.action_ids, *node.observation_ids]
+        if nodes:
+            found.append(HintedPath(ids, mask, nodes, hint.ids))
+    return found
+
+
+def copied(path: HintedPath) -> list[bool]:
+    """Of each scored token, whether the hint has it after the same MATCH - 1 tokens."""
+    grams = {tuple(path.hint[n - MATCH : n]) for n in range(MATCH, len(path.hint) + 1)}
+    places = [n for n, is_scored in enumerate(path.mask) if is_scored]
+    return [tuple(path.ids[n - MATCH + 1 : n + 1]) in grams for n in places]
