@@ -27,7 +27,7 @@ from tests.support.warehouse import ROOT
 CONFIGS = ROOT / "configs"
 TRAINED = ("arpo_deep_search_8b", "aepo_deep_search_14b", "tool_star_rl_3b")  # one of each recipe
 COMMANDS = {
-    **dict.fromkeys(("quickstart", *RUNS), train.main),
+    **dict.fromkeys(("quickstart", "distill_quickstart", *RUNS), train.main),
     **dict.fromkeys(("sft_quickstart", "sft_cold_start"), sft.main),
     **dict.fromkeys(("dpo_quickstart", "dpo_self_critic"), dpo.main),
     **dict.fromkeys(("server_judge", "server_summarizer"), serve.main),
@@ -95,7 +95,7 @@ def test_a_dry_run_of_a_configuration_fits_eight_gpus(
     if name not in COMMANDS:
         main = synthesize.main if name == "synthesize_tools" else main
         given = ["models/Qwen3-14B-ARPO", "--config", *given]
-    expected = 0 if "quickstart" in name and not name.startswith("dpo") else EXIT_MISSING
+    expected = 0 if name in ("quickstart", "sft_quickstart") else EXIT_MISSING
     assert main([*given, "--gpus", "8"]) == expected
     told = capsys.readouterr().out
     assert "nothing was started" in told

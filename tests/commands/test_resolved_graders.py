@@ -29,7 +29,7 @@ from tests.support.warehouse import ROOT
 CONFIGS = ROOT / "configs"
 GRADED = [
     path
-    for path in sorted(CONFIGS.glob("*.toml"))
+    for path in sorted(CONFIGS.glob("[!d]*.toml"))  # not the quick start's again
     if "env" in (keys := tomllib.loads(path.read_text("utf-8"))) or "sets" in keys
 ]
 EXACT, OWN = "quickstart", "gsm8k_135m"  # of no paper

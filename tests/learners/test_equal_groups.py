@@ -79,9 +79,9 @@ class Counting:
         self.tokens = {True: 0, False: 0}
         forward = backend.forward
 
-        def counted(batch: Any) -> Any:
+        def counted(batch: Any, *others: Any, **keys: Any) -> Any:
             self.tokens[torch.is_grad_enabled()] += len(batch.targets)
-            return forward(batch)
+            return forward(batch, *others, **keys)
 
         monkeypatch.setattr(backend, "forward", counted)
 
