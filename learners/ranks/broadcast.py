@@ -107,7 +107,7 @@ class Broadcaster:
         thread = threading.Thread(target=wait, daemon=True)
         thread.start()
         problem = ""
-        end = time.monotonic() + 2 * group.timeout_s + SLACK_S  # the store's, then the group's
+        end = time.monotonic() + 2 * (group.timeout_s + SLACK_S)  # the store's, then the group's
         while thread.is_alive() and not problem:
             thread.join(JOIN_POLL_S)
             late = time.monotonic() > end
@@ -211,7 +211,7 @@ class TorchLink:
             Backend(self.address.backend),
             PrefixStore(group.name, self._store),
             group_name=GroupName(group.name),
-            timeout=timedelta(seconds=group.timeout_s),
+            timeout=timedelta(seconds=group.timeout_s + SLACK_S),  # `_send` reports first
         )
         _world.pg_group_ranks[made] = {i: i for i in range(group.world_size)}
         self._group, self._own = made, self._opened()
