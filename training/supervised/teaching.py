@@ -27,7 +27,7 @@ import numpy as np
 from scipy.special import expit
 
 from agentenv.assembly.keys.rl import TrainConfig
-from agentenv.base.errors import SHOWN, ConfigError, EngineError
+from agentenv.base.errors import SHOWN, ConfigError, EngineError, reported_as
 from agentenv.base.model_files import num_positions, read_model_config
 from agentenv.base.offload import in_thread
 from agentenv.base.retries import retried
@@ -133,11 +133,9 @@ class OnServer:
                 return await self.server.scored(ids, first, self.top_k)
 
         who = f"the teacher at {self.server.name}"
-        try:
+        end = "; start it again, and continue with --resume"
+        with reported_as(EngineError, f"{who} is lost", EngineError, end=end):
             rows = await retried(ask, who, "teacher", NUM_RETRIES)
-        except EngineError as error:
-            text = f"{who} is lost: {error}; start it again, and continue with --resume"
-            raise EngineError(text) from error
         for node in new:
             place = int(starts[node.index]) - first
             own = rows[place : place + len(node.action_ids)]
@@ -257,7 +255,9 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
     key = read_key(role.api_key_env, "roles.teacher.api_key_env")
     server = ScoringServer(role.engine, parts.urls[TEACHER], key)
     stack.push_async_callback(server.close)
-    found = await server.connect(partial(parts.tokenizer.encode, add_special_tokens=False))
+    end = "; expected a server of vLLM or SGLang with the policy's tokens"
+    with reported_as(ConfigError, "roles.teacher", EngineError, ConfigError, ValueError, end=end):
+        found = await server.connect(partial(parts.tokenizer.encode, add_special_tokens=False))
     needed = config.limits.max_prompt_tokens + config.limits.max_response_tokens
     if found < needed:
         raise ConfigError(

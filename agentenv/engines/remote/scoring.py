@@ -9,8 +9,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from agentenv.base.errors import ConfigError, reported_as
-from agentenv.contract.http_client import Logprob, MalformedReplyError, ServerClient, reply_bytes
+from agentenv.base.errors import ConfigError
+from agentenv.contract.http_client import Logprob, ServerClient, reply_bytes
 from agentenv.text.endpoint import Models
 
 Rows = list[dict[int, float]]  # of each token, by id: log-probs, nats
@@ -85,13 +85,12 @@ class ScoringServer:
         self.name = self._http.name
 
     async def connect(self, encode: Callable[[str], Sequence[int]]) -> int:
-        """The number of tokens that it reads. Raises ConfigError for one that `encode`s a sample
-        into other tokens."""
-        with reported_as(ConfigError, "", MalformedReplyError, ValueError):
-            model, *_ = (await self._http.call_as(Models, "GET", "/v1/models")).data
-            self._model = model.id
-            body = {"model": model.id, "prompt": SAMPLE, "add_special_tokens": False}
-            found = await self._http.call_as(TokenIds, "POST", "/tokenize", body)
+        """The number of tokens that it reads. Raises ConfigError if `encode` gives other tokens of
+        a sample, EngineError for no such server, ValueError for one without a model."""
+        model, *_ = (await self._http.call_as(Models, "GET", "/v1/models")).data
+        self._model = model.id
+        body = {"model": model.id, "prompt": SAMPLE, "add_special_tokens": False}
+        found = await self._http.call_as(TokenIds, "POST", "/tokenize", body)
         if found.tokens != list(encode(SAMPLE)):
             raise ConfigError(f"{self.name} has another tokenizer than the policy")
         return model.max_model_len or 0
