@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -71,11 +72,23 @@ class SteppedEngine(EmbeddedEngine):
             self._enter()
 
 
+INSTEAD: dict[str, Any] = {
+    "agentenv.engines.embedded.engine.EmbeddedEngine": SteppedEngine,
+    "agentenv.learners.ranks.learner.RankGroup": RankHere,
+    "os.fsync": lambda file: None,
+    "agentenv.base.secrets.Redactor.tree": lambda self, value, only_known=False: value,
+    "agentenv.training.reports.recorder.RunRecorder.draw": lambda self: None,
+}
+
+
 @contextmanager
 def in_lockstep() -> Iterator[None]:
-    """Inside, runs use the engine and the rank of this file."""
-    engine, rank = "agentenv.engines.embedded.engine.EmbeddedEngine", "RankGroup"
-    with patch(engine, SteppedEngine), patch(f"agentenv.learners.ranks.learner.{rank}", RankHere):
+    """Inside, runs use the engine and the rank of this file, and leave out what takes time and
+    changes no result: nothing is synced to disk, searched for secrets or drawn."""
+    with ExitStack() as stack:
+        for place, instead in INSTEAD.items():
+            stack.enter_context(patch(place, instead))
+        gc.set_threshold(100_000)
         yield
 
 

@@ -5,10 +5,11 @@
 
 Runs what is missing of the stages up to `--stage`, at low priority, and prints the tables of the
 last one. Runs are those of lockstep.py: equal seeds give equal runs, to the bit, so that arms are
-compared in pairs of seeds. The result of a run is one line of FOLDER/results.jsonl, with the digest
-of the plan, of its predictions (the same name with .md), and of the files of tasks and arms; a run
-with a line is not repeated, so that the command may be cut off, and the file carried to another
-machine. With --minutes no run starts later than that.
+compared in pairs of seeds. The result of a run is one line of FOLDER/PLAN.jsonl, with the digest of
+the plan, of its predictions (the same name with .md), and of the files of tasks and arms; a run
+with a line, there or in PLAN.jsonl.xz, is not repeated, so that the command may be cut off, and the
+file carried to another machine. With --minutes no run starts later than that. The published
+results: --out benchmarks/experiments/results --report-only.
 
 Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
 rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
@@ -22,6 +23,7 @@ import argparse
 import hashlib
 import inspect
 import json
+import lzma
 import math
 import multiprocessing
 import shutil
@@ -92,9 +94,12 @@ class Study:
         self.digest = hashlib.sha256(b"".join(texts)).hexdigest()
         self.plan: Row = tomllib.loads(texts[0].decode())
         self.tasks: dict[str, Row] = self.plan["tasks"]
-        self.out, self.file = out, out / "results.jsonl"
+        self.out, self.file = out, out / f"{file.stem}.jsonl"
         self.known: dict[Cell, Row] = {}
-        for line in self.file.read_text().splitlines() if self.file.is_file() else ():
+        packed = self.file.with_suffix(".jsonl.xz")
+        found = [lzma.decompress(packed.read_bytes())] if packed.is_file() else []
+        found += [self.file.read_bytes()] if self.file.is_file() else []
+        for line in b"".join(found).splitlines():
             self._add(json.loads(line))
 
     def _add(self, row: Row) -> None:
