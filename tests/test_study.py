@@ -72,6 +72,18 @@ def test_stages_keep_the_best_arms_tune_and_compare_them(tmp_path: Path) -> None
     assert not {cell.seed for cell in ran["d"]} & {cell.seed for cell in ran["c"]}
 
 
+def test_a_stage_may_have_the_best_families_alone_and_a_task_its_own(tmp_path: Path) -> None:
+    study = Synthetic(tmp_path)
+    study.plan["stages"]["d"]["best"] = 1
+    study.plan["arms"]["rescue-16x4"] |= {"tasks": ["mend"]}
+    ran = {stage: study.finish(stage) for stage in "abcd"}
+    assert {cell.arm for cell in ran["d"]} == {"anywhere-8x2", "grpo-4x8"}
+    assert {cell.task for one in ran.values() for cell in one if cell.arm == "rescue-16x4"} == {
+        "mend",
+        "noisy",
+    }
+
+
 @pytest.mark.parametrize(("best", "extended"), [(1.0, {0.5}), (9.0, {8.0, 16.0}), (2.0, ())])
 def test_a_best_rate_at_the_edge_extends_the_grid(
     tmp_path: Path, best: float, extended: set[float], monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,8 @@ results: --out benchmarks/experiments/results --report-only.
 
 Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
 rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
-best rate, on seeds of their own; e those of c at half the rate. A run ends with its budget of tool
+best rate, on seeds of their own (d only the best of c, if the plan says how many); e those of c at
+half the rate. A run ends with its budget of tool
 calls, over which its rates fall to 0, and counts with all of them for a level that it never meets.
 """
 
@@ -146,7 +147,7 @@ class Study:
     def config(self, cell: Cell, raw: Row, start: Path) -> Row:
         """Of the run."""
         groups, arm = int(cell.arm.rpartition("x")[2]), dict(self.plan["arms"][cell.arm])
-        teacher = arm.pop("teacher", "")
+        teacher, _ = arm.pop("teacher", ""), arm.pop("tasks", None)
         config = arm_config(raw, arm, start, cell.seed, 10_000, self.plan["questions"])
         if teacher:
             run = self.teacher(cell._replace(arm=teacher), start)
@@ -213,11 +214,12 @@ class Study:
         rates = self.rates(task, arm, seeds)
         return min(rates, key=lambda rate: self.cost(task, arm, rate, seeds))
 
-    def families(self) -> dict[str, list[str]]:
-        """Arms by family, the baseline's last."""
+    def families(self, task: str) -> dict[str, list[str]]:
+        """The arms of a task by family, the baseline's last."""
         found: dict[str, list[str]] = {}
-        for arm in self.plan["arms"]:
-            found.setdefault(arm.rpartition("-")[0], []).append(arm)
+        for arm, keys in self.plan["arms"].items():
+            if task in keys.get("tasks", [task]):
+                found.setdefault(arm.rpartition("-")[0], []).append(arm)
         last = self.plan["baseline"]
         return {name: arms for name, arms in found.items() if name != last} | {last: found[last]}
 
@@ -225,7 +227,7 @@ class Study:
         """The arms of stage b, by the runs of stage a."""
         rate, seeds = self.plan["first_rate"], self.seeds("a")
         kept = []
-        for family, arms in self.families().items():
+        for family, arms in self.families(task).items():
             ranked = sorted(arms, key=lambda arm: self.cost(task, arm, rate, seeds))
             kept += ranked[: self.plan["num_sizes"] if family == self.plan["baseline"] else 1]
         return kept
@@ -233,7 +235,7 @@ class Study:
     def chosen(self, task: str) -> list[str]:
         """The best arm of each family, by the runs of stage b; the baseline is the last."""
         like, found = self.like(task), list[str]()
-        for arms in self.families().values():
+        for arms in self.families(like).values():
             tuned = [arm for arm in arms if arm in self.kept(like)]
             seeds = self.seeds("b")
             found.append(
@@ -260,13 +262,19 @@ class Study:
     def arms(self, stage: str, task: str) -> Iterator[tuple[str, float]]:
         """Arms and rates of a stage."""
         if stage == "a":
-            yield from ((arm, self.plan["first_rate"]) for arm in self.plan["arms"])
+            for arms in self.families(task).values():
+                yield from ((arm, self.plan["first_rate"]) for arm in arms)
         elif stage == "b":
             for arm in self.kept(task):
                 yield from ((arm, rate) for rate in self._grid(task, arm))
         else:
-            for arm in self.chosen(task):
-                rate = self.best_rate(self.like(task), arm)
+            *others, base = [
+                (arm, self.best_rate(self.like(task), arm)) for arm in self.chosen(task)
+            ]
+            if best := self.plan["stages"][stage].get("best"):
+                others.sort(key=lambda one: self.cost(task, *one, self.seeds("c")))
+                others = others[:best]
+            for arm, rate in (*others, base):
                 yield arm, rate / 2 if stage == "e" else rate
 
     def _grid(self, task: str, arm: str) -> list[float]:

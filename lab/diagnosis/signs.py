@@ -32,6 +32,8 @@ from agentenv.evaluation.store import load_run_config
 from agentenv.lab.diagnosis.audit import spread
 from agentenv.rollout.archive import ARCHIVE
 from agentenv.rollout.archive_reader import readable_steps
+from agentenv.rollout.metrics import EntropyCurve
+from agentenv.rollout.unlearned import surprise, surprise_by_depth, unlearned_line
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +41,6 @@ WINDOW = 20  # first tokens of a turn, of its entropy
 NUM_DRAWS = 200  # of trees, for an interval
 Sign = Literal["surprise", "lowest", "entropy", "error", "repeat", "length"]
 Floats = NDArray[np.float64]
-
-
-def surprise(tree: TrajectoryTree, node: Node) -> float:
-    """Minus the mean log-prob of the action's tokens, nats."""
-    return fmean([-one for one in node.logprobs if one == one] or [0.0])
 
 
 def lowest(tree: TrajectoryTree, node: Node) -> float:
@@ -79,7 +76,7 @@ def length(tree: TrajectoryTree, node: Node) -> float:
 
 
 SIGNS: Mapping[Sign, Callable[[TrajectoryTree, Node], float]] = {
-    "surprise": surprise,
+    "surprise": lambda _, node: surprise(node),
     "lowest": lowest,
     "entropy": entropy,
     "error": error,
@@ -230,8 +227,15 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         for step in readable_steps(arguments.run / ARCHIVE, logger.warning)
         if arguments.first <= step.header.step <= arguments.last
     ]
-    trees = (step.tree(entry).tree for step, entry in spread(steps, arguments.max_trees))
-    found = [*turns(trees, siblings=arguments.siblings, inner=arguments.inner)]
+    depths = EntropyCurve()
+
+    def trees() -> Iterator[TrajectoryTree]:
+        nonlocal depths
+        for step, entry in spread(steps, arguments.max_trees):
+            yield (tree := step.tree(entry).tree)
+            depths = depths.merged(surprise_by_depth([tree]))
+
+    found = [*turns(trees(), siblings=arguments.siblings, inner=arguments.inner)]
     if not found:
         raise DataError(
             f"{arguments.run / ARCHIVE} contains no turns of updates {arguments.first} to "
@@ -245,6 +249,8 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(every)).decode() + "\n")
     else:
         view.show(table(every))
+        if line := unlearned_line(depths):
+            view.log(line)
     return 0
 
 

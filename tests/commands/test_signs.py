@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from agentenv.lab.diagnosis.signs import NAMES, auc_within, figures, interval, turns
 from agentenv.launchers import doctor
+from agentenv.rollout.metrics import EntropyCurve
+from agentenv.rollout.unlearned import profile, surprise, surprise_by_depth, unlearned_line
 from tests.support.example_tree import example_tree
 
 CASES = st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2)), max_size=12)
@@ -43,6 +45,36 @@ def test_turns_of_failed_rollouts_have_no_outcome_and_shared_ones_the_best_below
     assert won.signs[NAMES.index("others")] == 1.0  # the two other trajectories failed
     assert len([*turns([tree], inner=True)]) == 2
     assert figures("nuts", [*turns([tree], siblings=True)]).auc["error"][0] == 1.0
+
+
+def test_the_surprise_of_a_depth_is_of_trees_with_a_failure_and_counts_shared_turns_once() -> None:
+    tree = example_tree(lambda text: list(text.encode())).tree
+    found = surprise_by_depth([tree, tree])
+    depths = [len(tree.path(node)) - 2 for node in tree.nodes[1:] if node.action_ids]
+    paths = {node.index for path in tree.trajectories() for node in path.turns}
+    assert sum(found.count) == 2 * len(paths) <= 2 * len(depths)
+    assert found.mean[0] == pytest.approx(
+        np.mean([surprise(node) for node in tree.nodes[1:] if node.parent == 0])
+    )
+    for path in tree.trajectories():
+        path.leaf.info["success"] = True
+    assert surprise_by_depth([tree]) == EntropyCurve()
+
+
+@pytest.mark.parametrize(
+    ("means", "counts", "where"),
+    [
+        ([0.1, 0.1, 1.0, 1.0], [9, 9, 9, 9], "late"),
+        ([1.0, 1.0, 0.1, 0.1, 9.0], [9, 9, 9, 9, 1], "early"),  # few paths are that long
+        ([1.0, 0.1, 1.0, 0.1, 1.0], [9] * 5, "even"),
+        ([1.0], [9], ""),
+        ([], [], ""),
+    ],
+)
+def test_where_the_unlearned_turns_lie(means: list[float], counts: list[int], where: str) -> None:
+    curve = EntropyCurve(means, counts)
+    assert profile(curve) == where
+    assert bool(unlearned_line(curve)) == bool(where)
 
 
 def test_intervals_are_those_of_groups() -> None:

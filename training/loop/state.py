@@ -19,7 +19,7 @@ from agentenv.base.offload import in_thread
 from agentenv.data.curriculum import Outcomes
 from agentenv.rollout.archive import Archive
 from agentenv.rollout.journal import Journal
-from agentenv.rollout.metrics import EntropyProfile, Metrics, TreeCounters
+from agentenv.rollout.metrics import EntropyCurve, EntropyProfile, Metrics, TreeCounters
 from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.parity import ParityGap
 
@@ -89,9 +89,9 @@ class RunState(Struct):
     `step`: number of finished updates. `position`: number of delivered trees, in start order.
     `incarnation`: number of this process among all processes of the run; `line`: that of the
     process which trained the weights (0: the initial weights). `reports`: by phase (before_sft,
-    after_sft, after_rl) and set. `entropy`: over all delivered trees. `evaluating`: a pending
-    evaluation; `imitating`: a pending cold start. `working_tools`: tools of which most calls of a
-    step succeeded."""
+    after_sft, after_rl) and set. `entropy`, `surprise`: over all delivered trees. `evaluating`: a
+    pending evaluation; `imitating`: a pending cold start. `working_tools`: tools of which most
+    calls of a step succeeded."""
 
     step: int = 0
     position: int = 0
@@ -102,6 +102,7 @@ class RunState(Struct):
     outcomes: Outcomes = field(default_factory=Outcomes)  # for the curriculum
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = {}
+    surprise: EntropyCurve = field(default_factory=EntropyCurve)
     plan: dict[str, Any] = {}  # what the algorithm's plan has learned
     reports: dict[str, dict[str, BriefReport]] = {}
     best: float | None = None

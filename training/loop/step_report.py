@@ -12,6 +12,7 @@ from agentenv.base.offload import in_thread
 from agentenv.contract.env import shared_stats
 from agentenv.learners.algorithms.credit import counted_leaves
 from agentenv.rollout import metrics as measures
+from agentenv.rollout.unlearned import surprise_by_depth
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.clocks import Stopwatch
 from agentenv.training.loop.feeder import Feeder
@@ -101,6 +102,7 @@ class StepReport:
         metrics |= await in_thread(measures.trained_metrics, trees, counted, version)
         profile = await in_thread(measures.entropy_profile, trees)
         state.entropy = measures.merged_profile(state.entropy, profile)
+        state.surprise = state.surprise.merged(await in_thread(surprise_by_depth, trees))
         state.totals.add(metrics)
         return metrics
 

@@ -1,0 +1,55 @@
+"""Where the unlearned turns of a run lie: the surprise of its turns, by depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import fmean
+
+from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.rollout.metrics import EntropyCurve
+
+EVEN = 0.08  # of the mean place of the surprise, from the middle (0: the first turn, 1: the last)
+MOST_SHOWN = 8
+
+
+def surprise(node: Node) -> float:
+    """Minus the mean log-prob of the action's tokens, nats."""
+    return fmean([-one for one in node.logprobs if one == one] or [0.0])
+
+
+def surprise_by_depth(trees: Iterable[TrajectoryTree]) -> EntropyCurve:
+    """Means over the turns of each depth, in trees with a failure; a shared turn counts once."""
+    found: list[list[float]] = []
+    for tree in trees:
+        paths = [*tree.trajectories()]
+        if all(path.success for path in paths):
+            continue
+        own = {node.index: (depth, node) for path in paths for depth, node in enumerate(path.turns)}
+        for depth, node in own.values():
+            found += [[] for _ in range(depth + 1 - len(found))]
+            found[depth].append(surprise(node))
+    return EntropyCurve([fmean(one or [0.0]) for one in found], [len(one) for one in found])
+
+
+def profile(curve: EntropyCurve) -> str:
+    """early, late or even: where the surprise lies, over the depths that half of the paths reach;
+    empty for paths of one turn."""
+    counts = curve.count[:1]
+    means = [m for m, n in zip(curve.mean, curve.count, strict=True) if 2 * n >= max(counts)]
+    if len(means) < 2 or not sum(means):
+        return ""
+    place = sum(depth * mean for depth, mean in enumerate(means)) / sum(means) / (len(means) - 1)
+    return "even" if abs(place - 0.5) < EVEN else "early" if place < 0.5 else "late"
+
+
+def unlearned_line(curve: EntropyCurve) -> str:
+    """For terminal and log; empty without a profile."""
+    if not (found := profile(curve)):
+        return ""
+    means = ", ".join(f"{mean:.2f}" for mean in curve.mean[:MOST_SHOWN])
+    more = ", ..." if len(curve.mean) > MOST_SHOWN else ""
+    where = {"early": "the early ones", "late": "the late ones", "even": "all alike"}[found]
+    return (
+        f"unlearned turns: {where}; surprise, nats a token, in trees with a failure, by turn: "
+        f"{means}{more}"
+    )
