@@ -42,7 +42,6 @@ async def test_logprobs_equal_transformers(kind: str, tmp_path: Path) -> None:
         await asyncio.gather(*(turns(name, model) for name in range(5)))
         await engine.load_weights(tmp_path / "b", 1)
         await asyncio.gather(*(turns(name, other) for name in range(5)))
-        assert engine.stats()["cross_version_hits"] == 0
         assert engine.stats()["running"] == engine.stats()["waiting"] == 0
 
 

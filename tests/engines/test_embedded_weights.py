@@ -69,7 +69,6 @@ async def test_weights_change_while_requests_run(
         again = await engine.generate(turn, SamplingParams(max_tokens=5), session="s")
         assert again.num_cached_tokens == 0
         check(old, turn, again)
-        assert engine.stats()["cross_version_hits"] == 0
         assert engine.stats()["weight_updates"] == 2
     cache = DynamicCache(config=old.config)
     with torch.no_grad():

@@ -245,6 +245,7 @@ export function TreesPage(props: { run: Run; index: Answer<Index>; step: number 
       {details.value && !details.value.is_whole && <Absent>The file of this step is cut off, or still being written: {items.length} of {details.value.num_trees} trees are there.</Absent>}
       {details.error && <Absent>{details.error}</Absent>}
       {props.index.error && <Absent>{props.index.error}</Absent>}
+      {!!props.index.value?.cut_off.length && <Absent>The files of these steps are cut off or still being written, and trees are missing: {props.index.value.cut_off.join(", ")}.</Absent>}
       {step !== null && details.value && (
         <p class="small muted">
           policy version {details.value.policy_version}; reward {num(metrics["reward/mean"])}, success {num(metrics["reward/success"])}; {plural(metrics["rollout/trajectories"] ?? 0, "trajectory", "trajectories")}, {plural(metrics["rollout/tool_calls"] ?? 0, "tool call")}, mean {seconds(Object.entries(metrics).filter(([key]) => /^tool\/.*\/mean_s$/.test(key)).reduce((sum, [, one], _, all) => sum + one / all.length, 0))}

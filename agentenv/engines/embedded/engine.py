@@ -188,10 +188,7 @@ class EmbeddedEngine(Engine):
     def stats(self) -> dict[str, float]:
         """Counters since the start, requests running and waiting, CPU seconds of the thread."""
         scheduler = self._scheduler
-        names = (
-            "requests prompt_tokens cached_tokens sampled_tokens steps weight_updates "
-            "cross_version_hits sleeps"
-        )
+        names = "requests prompt_tokens cached_tokens sampled_tokens steps weight_updates sleeps"
         counts: dict[str, float] = {name: scheduler.counts[name] for name in names.split()}
         counts["running"], counts["waiting"] = len(scheduler.running), len(scheduler.waiting)
         counts["busy_s"], counts["outage_s"] = self._busy_s, self.outage_s

@@ -41,7 +41,7 @@ from agentenv.engines.embedded.weights import (
 IntArray = npt.NDArray[np.int32]
 FIRST_WIDTH = 128  # columns; the widths are this times the powers of two
 LOOKUP_BLOCK = 256  # tokens compared at a time
-NO_VERSION = -(2**62)
+NO_VERSION = -(2**62)  # of columns that cannot be shared
 
 
 class SlotBlock:
@@ -97,13 +97,9 @@ class SlotCache:
         self.place: dict[int, tuple[SlotBlock, int]] = {}  # of running slots: block and row
         self.idle: OrderedDict[int, Tensor] = OrderedDict()  # columns, as of Block.columns
         self._session = [""] * num_slots
-        self._version = np.full(num_slots, NO_VERSION, dtype=np.int64)
+        self._version = np.full(num_slots, NO_VERSION, dtype=np.int64)  # of all columns
         self.lengths = np.zeros(num_slots, dtype=np.int64)  # columns computed
         self.tokens = np.zeros((num_slots, FIRST_WIDTH), dtype=np.int32)
-
-    def version(self, slot: int) -> int:
-        """Version of all columns of the slot, or NO_VERSION if they cannot be shared."""
-        return int(self._version[slot])
 
     def find(self, prompt: IntArray, session: str, version: int) -> tuple[int | None, int]:
         """The slot with the longest common prefix with the prompt, and its length (0: None).
@@ -177,7 +173,7 @@ class SlotCache:
     def close(self, slot: int, version: int) -> None:
         """End a running slot, which stays as a cache entry if all its columns are of `version`."""
         block, row = self.place.pop(slot)
-        if self._num_cached and self.version(slot) == version:
+        if self._num_cached and self._version[slot] == version:
             self.idle[slot] = block.columns(row, int(self.lengths[slot])).clone()
             if len(self.idle) > self._num_cached:
                 self._free_slot(self.idle.popitem(last=False)[0])

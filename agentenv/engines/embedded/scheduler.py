@@ -282,8 +282,6 @@ class Scheduler:
                 held.append(request)
                 continue
             budget -= num_new
-            if source is not None and self._cache.version(source) != self.policy_version:
-                self.counts["cross_version_hits"] += 1
             self._open(request, source, common)
             fresh.append(request)
         self.waiting.extendleft(reversed(held))
