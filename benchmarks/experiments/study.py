@@ -272,7 +272,7 @@ class Study:
                 (arm, self.best_rate(self.like(task), arm)) for arm in self.chosen(task)
             ]
             if best := self.plan["stages"][stage].get("best"):
-                others.sort(key=lambda one: self.cost(task, *one, self.seeds("c")))
+                others.sort(key=lambda one: self.cost(task, one[0], one[1], self.seeds("c")))
                 others = others[:best]
             for arm, rate in (*others, base):
                 yield arm, rate / 2 if stage == "e" else rate
