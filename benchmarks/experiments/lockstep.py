@@ -11,9 +11,11 @@ is in this process, and an event follows another one in an order that depends on
 from __future__ import annotations
 
 import argparse
+import ast
 import asyncio
 import gc
 import math
+import operator
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +34,7 @@ from agentenv.assembly.run.terminal import View
 from agentenv.base.config import load_config
 from agentenv.base.errors import AgentEnvError, EngineDeadError
 from agentenv.engines.embedded.engine import EmbeddedEngine
+from agentenv.envs.sandbox.sandbox import RunResult
 from agentenv.training.loop.batching import StepBatch
 from agentenv.training.loop.loop import Loop
 from agentenv.training.loop.training import Training
@@ -72,7 +75,51 @@ class SteppedEngine(EmbeddedEngine):
             self._enter()
 
 
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+MOST_DIGITS = 40  # of a number, so that no product takes long
+
+
+class Calculator:
+    """The quick start's Python without a process: sums and products of whole numbers. It is its
+    own session."""
+
+    async def start(self) -> None: ...
+
+    def session(self, seed: int | None) -> Calculator:
+        return self
+
+    async def fork(self) -> Calculator:
+        return self
+
+    def close(self) -> None: ...
+
+    async def run(self, code: str, timeout_s: float) -> RunResult:
+        try:
+            return RunResult(str(value(ast.parse(code.strip(), mode="eval").body)), True, "done")
+        except (ArithmeticError, SyntaxError, ValueError) as error:
+            return RunResult(f"{type(error).__name__}: {error}", False, "raised")
+
+
+def value(node: ast.expr) -> int:
+    """Raises ValueError for another expression."""
+    if isinstance(node, ast.BinOp) and (found := OPERATORS.get(type(node.op))) is not None:
+        return int(found(value(node.left), value(node.right)))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -value(node.operand)
+    number = node.value if isinstance(node, ast.Constant) else None
+    if type(number) is int and number < 10**MOST_DIGITS:
+        return number
+    raise ValueError("only sums and products of whole numbers")
+
+
 INSTEAD: dict[str, Any] = {
+    "agentenv.envs.quickstart.world.shared_sandbox": lambda config: Calculator(),
     "agentenv.engines.embedded.engine.EmbeddedEngine": SteppedEngine,
     "agentenv.learners.ranks.learner.RankGroup": RankHere,
     "os.fsync": lambda file: None,
