@@ -8,13 +8,13 @@ from statistics import fmean
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.rollout.metrics import EntropyCurve
 
-EVEN = 0.08  # of the mean place of the surprise, from the middle (0: the first turn, 1: the last)
+EVEN = 0.06  # of the mean place of the surprise, from the middle (0: the first turn, 1: the last)
 MOST_SHOWN = 8
 
 
 def surprise(node: Node) -> float:
-    """Minus the mean log-prob of the action's tokens, nats."""
-    return fmean([-one for one in node.logprobs if one == one] or [0.0])
+    """Minus the log-prob of the whole action, nats; tokens that could not be others add nothing."""
+    return -sum(one for one in node.logprobs if one == one)
 
 
 def surprise_by_depth(trees: Iterable[TrajectoryTree]) -> EntropyCurve:
@@ -49,7 +49,5 @@ def unlearned_line(curve: EntropyCurve) -> str:
     means = ", ".join(f"{mean:.2f}" for mean in curve.mean[:MOST_SHOWN])
     more = ", ..." if len(curve.mean) > MOST_SHOWN else ""
     where = {"early": "the early ones", "late": "the late ones", "even": "all alike"}[found]
-    return (
-        f"unlearned turns: {where}; surprise, nats a token, in trees with a failure, by turn: "
-        f"{means}{more}"
-    )
+    text = f"unlearned turns: {where}; nats of surprise in trees with a failure, by turn: "
+    return text + means + more

@@ -33,7 +33,7 @@ from agentenv.lab.diagnosis.audit import spread
 from agentenv.rollout.archive import ARCHIVE
 from agentenv.rollout.archive_reader import readable_steps
 from agentenv.rollout.metrics import EntropyCurve
-from agentenv.rollout.unlearned import surprise, surprise_by_depth, unlearned_line
+from agentenv.rollout.unlearned import surprise_by_depth, unlearned_line
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,11 @@ WINDOW = 20  # first tokens of a turn, of its entropy
 NUM_DRAWS = 200  # of trees, for an interval
 Sign = Literal["surprise", "lowest", "entropy", "error", "repeat", "length"]
 Floats = NDArray[np.float64]
+
+
+def surprise(tree: TrajectoryTree, node: Node) -> float:
+    """Minus the mean log-prob of the action's tokens, nats."""
+    return fmean([-one for one in node.logprobs if one == one] or [0.0])
 
 
 def lowest(tree: TrajectoryTree, node: Node) -> float:
@@ -76,7 +81,7 @@ def length(tree: TrajectoryTree, node: Node) -> float:
 
 
 SIGNS: Mapping[Sign, Callable[[TrajectoryTree, Node], float]] = {
-    "surprise": lambda _, node: surprise(node),
+    "surprise": surprise,
     "lowest": lowest,
     "entropy": entropy,
     "error": error,

@@ -50,12 +50,10 @@ def test_turns_of_failed_rollouts_have_no_outcome_and_shared_ones_the_best_below
 def test_the_surprise_of_a_depth_is_of_trees_with_a_failure_and_counts_shared_turns_once() -> None:
     tree = example_tree(lambda text: list(text.encode())).tree
     found = surprise_by_depth([tree, tree])
-    depths = [len(tree.path(node)) - 2 for node in tree.nodes[1:] if node.action_ids]
-    paths = {node.index for path in tree.trajectories() for node in path.turns}
-    assert sum(found.count) == 2 * len(paths) <= 2 * len(depths)
-    assert found.mean[0] == pytest.approx(
-        np.mean([surprise(node) for node in tree.nodes[1:] if node.parent == 0])
-    )
+    own = {node.index: node for path in tree.trajectories() for node in path.turns}
+    assert sum(found.count) == 2 * len(own)
+    first = [surprise(node) for node in own.values() if node.parent == 0]
+    assert found.mean[0] == pytest.approx(np.mean(first))
     for path in tree.trajectories():
         path.leaf.info["success"] = True
     assert surprise_by_depth([tree]) == EntropyCurve()
