@@ -368,18 +368,18 @@ OTHER_TOOLS = "after/other tools"  # a policy can invent any number of names
 MAX_TOOLS = 32  # curves by tool in a merged profile
 
 
-class EntropyCurve(Struct, frozen=True):
-    """The mean entropy (nats) of the tokens at each position of a turn, and the number (`count`) of
-    turns that have this position."""
+class MeanCurve(Struct, frozen=True):
+    """A mean at each position, and the number (`count`) of those that have it: the entropy (nats)
+    of the tokens of a turn, the surprise of the turns of a trajectory."""
 
     mean: list[float] = []
     count: list[int] = []
 
-    def merged(self, other: EntropyCurve) -> EntropyCurve:
+    def merged(self, other: MeanCurve) -> MeanCurve:
         """The curve over the turns of both."""
         count = [sum(pair) for pair in zip_longest(self.count, other.count, fillvalue=0)]
         sums = zip_longest(self._sums(), other._sums(), fillvalue=0.0)
-        return EntropyCurve([sum(pair) / n for pair, n in zip(sums, count, strict=True)], count)
+        return MeanCurve([sum(pair) / n for pair, n in zip(sums, count, strict=True)], count)
 
     def _sums(self) -> list[float]:
         return [mean * count for mean, count in zip(self.mean, self.count, strict=True)]
@@ -394,7 +394,7 @@ class EntropyCurve(Struct, frozen=True):
 # By name: start, the first turns; after_result, all turns after an observation; after/TOOL, these
 # by tool; turns after user messages are separate. ARPO and AEPO compare those of each tool with
 # `start` over the first 10 to 50 tokens.
-EntropyProfile = dict[str, EntropyCurve]
+EntropyProfile = dict[str, MeanCurve]
 
 
 def merged_profile(one: EntropyProfile, other: EntropyProfile) -> EntropyProfile:
@@ -404,7 +404,7 @@ def merged_profile(one: EntropyProfile, other: EntropyProfile) -> EntropyProfile
     for name, curve in other.items():
         known = name in curves or "/" not in name or len(curves) < MAX_TOOLS + 2
         name = name if known else OTHER_TOOLS
-        curves[name] = curves.get(name, EntropyCurve()).merged(curve)
+        curves[name] = curves.get(name, MeanCurve()).merged(curve)
     return _in_order(curves)
 
 
@@ -447,11 +447,11 @@ def _tools(node: Node) -> list[str]:
     return [*names] or [USER if node.is_of_user else NO_TOOL]
 
 
-def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:
+def _curve(turns: Sequence[Sequence[float]]) -> MeanCurve:
     """The curve up to the first position without a known entropy."""
     length = max(map(len, turns), default=0)
     if not length:
-        return EntropyCurve()
+        return MeanCurve()
     figures = np.full((len(turns), length), np.nan)
     for row, turn in zip(figures, turns, strict=True):
         row[: len(turn)] = turn
@@ -459,4 +459,4 @@ def _curve(turns: Sequence[Sequence[float]]) -> EntropyCurve:
     count = is_known.sum(0)
     size = length if count.all() else int(np.argmin(count > 0))
     sums = np.where(is_known, figures, 0.0).sum(0)
-    return EntropyCurve((sums[:size] / count[:size]).tolist(), count[:size].tolist())
+    return MeanCurve((sums[:size] / count[:size]).tolist(), count[:size].tolist())

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import fmean
 
 from agentenv.base.tree import Node, TrajectoryTree
-from agentenv.rollout.metrics import EntropyCurve
+from agentenv.rollout.metrics import MeanCurve
 
 EVEN = 0.06  # of the mean place of the surprise, from the middle (0: the first turn, 1: the last)
 MOST_SHOWN = 8
@@ -17,7 +17,7 @@ def surprise(node: Node) -> float:
     return -sum(one for one in node.logprobs if one == one)
 
 
-def surprise_by_depth(trees: Iterable[TrajectoryTree]) -> EntropyCurve:
+def surprise_by_depth(trees: Iterable[TrajectoryTree]) -> MeanCurve:
     """Means over the turns of each depth, in trees with a failure; a shared turn counts once."""
     found: list[list[float]] = []
     for tree in trees:
@@ -28,10 +28,10 @@ def surprise_by_depth(trees: Iterable[TrajectoryTree]) -> EntropyCurve:
         for depth, node in own.values():
             found += [[] for _ in range(depth + 1 - len(found))]
             found[depth].append(surprise(node))
-    return EntropyCurve([fmean(one or [0.0]) for one in found], [len(one) for one in found])
+    return MeanCurve([fmean(one or [0.0]) for one in found], [len(one) for one in found])
 
 
-def profile(curve: EntropyCurve) -> str:
+def profile(curve: MeanCurve) -> str:
     """early, late or even: where the surprise lies, over the depths that half of the paths reach;
     empty for paths of one turn."""
     counts = curve.count[:1]
@@ -42,7 +42,7 @@ def profile(curve: EntropyCurve) -> str:
     return "even" if abs(place - 0.5) < EVEN else "early" if place < 0.5 else "late"
 
 
-def unlearned_line(curve: EntropyCurve) -> str:
+def unlearned_line(curve: MeanCurve) -> str:
     """For terminal and log; empty without a profile."""
     if not (found := profile(curve)):
         return ""

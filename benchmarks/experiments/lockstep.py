@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
-import gc
 import math
 import operator
 import os
@@ -135,7 +134,6 @@ def in_lockstep() -> Iterator[None]:
     with ExitStack() as stack:
         for place, instead in INSTEAD.items():
             stack.enter_context(patch(place, instead))
-        gc.set_threshold(100_000)
         yield
 
 

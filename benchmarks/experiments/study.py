@@ -14,8 +14,8 @@ results: --out benchmarks/experiments/results --report-only.
 Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
 rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
 best rate, on seeds of their own (d only the best of c, if the plan says how many); e those of c at
-half the rate. A run ends with its budget of tool
-calls, over which its rates fall to 0, and counts with all of them for a level that it never meets.
+half the rate. A run ends with its budget of tool calls, over which its rates fall to 0, and counts
+with all of them for a level that it never meets.
 """
 
 from __future__ import annotations

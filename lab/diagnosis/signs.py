@@ -32,7 +32,7 @@ from agentenv.evaluation.store import load_run_config
 from agentenv.lab.diagnosis.audit import spread
 from agentenv.rollout.archive import ARCHIVE
 from agentenv.rollout.archive_reader import readable_steps
-from agentenv.rollout.metrics import EntropyCurve
+from agentenv.rollout.metrics import MeanCurve
 from agentenv.rollout.unlearned import surprise_by_depth, unlearned_line
 
 logger = logging.getLogger(__name__)
@@ -232,7 +232,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         for step in readable_steps(arguments.run / ARCHIVE, logger.warning)
         if arguments.first <= step.header.step <= arguments.last
     ]
-    depths = EntropyCurve()
+    depths = MeanCurve()
 
     def trees() -> Iterator[TrajectoryTree]:
         nonlocal depths

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentenv.lab.diagnosis.signs import NAMES, auc_within, figures, interval, turns
 from agentenv.launchers import doctor
-from agentenv.rollout.metrics import EntropyCurve
+from agentenv.rollout.metrics import MeanCurve
 from agentenv.rollout.unlearned import profile, surprise, surprise_by_depth, unlearned_line
 from tests.support.example_tree import example_tree
 
@@ -56,7 +56,7 @@ def test_the_surprise_of_a_depth_is_of_trees_with_a_failure_and_counts_shared_tu
     assert found.mean[0] == pytest.approx(np.mean(first))
     for path in tree.trajectories():
         path.leaf.info["success"] = True
-    assert surprise_by_depth([tree]) == EntropyCurve()
+    assert surprise_by_depth([tree]) == MeanCurve()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_the_surprise_of_a_depth_is_of_trees_with_a_failure_and_counts_shared_tu
     ],
 )
 def test_where_the_unlearned_turns_lie(means: list[float], counts: list[int], where: str) -> None:
-    curve = EntropyCurve(means, counts)
+    curve = MeanCurve(means, counts)
     assert profile(curve) == where
     assert bool(unlearned_line(curve)) == bool(where)
 

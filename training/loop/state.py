@@ -19,7 +19,7 @@ from agentenv.base.offload import in_thread
 from agentenv.data.curriculum import Outcomes
 from agentenv.rollout.archive import Archive
 from agentenv.rollout.journal import Journal
-from agentenv.rollout.metrics import EntropyCurve, EntropyProfile, Metrics, TreeCounters
+from agentenv.rollout.metrics import EntropyProfile, MeanCurve, Metrics, TreeCounters
 from agentenv.training.loop.brief_reports import BriefReport
 from agentenv.training.loop.parity import ParityGap
 
@@ -102,7 +102,7 @@ class RunState(Struct):
     outcomes: Outcomes = field(default_factory=Outcomes)  # for the curriculum
     parity: ParityGap = field(default_factory=ParityGap)
     entropy: EntropyProfile = {}
-    surprise: EntropyCurve = field(default_factory=EntropyCurve)
+    surprise: MeanCurve = field(default_factory=MeanCurve)
     plan: dict[str, Any] = {}  # what the algorithm's plan has learned
     reports: dict[str, dict[str, BriefReport]] = {}
     best: float | None = None
