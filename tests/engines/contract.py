@@ -172,7 +172,8 @@ async def check_prefixes(
     second = await subject.generate(shared, short)
     assert first.num_cached_tokens == 0
     assert 3 * block - 1 <= second.num_cached_tokens < len(shared)
-    running = Traffic(subject, shared, num_running)
+    # one that starts after the load must not be the one that caches `shared` for `later`
+    running = Traffic(subject, shared, num_running, next_ids=prompt(10, len(shared)))
     await asyncio.sleep(0.1)
     await subject.load_weights(world.paths[version + 1], version + 1)
     later = await subject.generate(shared, short)

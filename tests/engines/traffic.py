@@ -20,7 +20,8 @@ LONG = 400  # tokens of a turn
 class Traffic:
     """Long requests that run side by side, each followed by another one: some are always running,
     also where a server has sampled a whole turn before it hands out the first tokens, and where
-    this process waits for a processor. `reported`: the chunks of the last request of each."""
+    this process waits for a processor. `reported`: the chunks of the last request of each;
+    `next_ids`: the prompt of those that follow, if it is another one."""
 
     def __init__(
         self,
@@ -28,8 +29,10 @@ class Traffic:
         ids: list[int],
         number: int,
         on_chunk: Callable[[Chunk], None] | None = None,
+        next_ids: list[int] | None = None,
     ) -> None:
         self._subject, self._ids, self._on_chunk = subject, ids, on_chunk
+        self._next_ids = next_ids or ids
         self._completions: list[Completion] = []
         self._over = False
         self.reported: list[list[Chunk]] = [[] for _ in range(number)]
@@ -59,10 +62,11 @@ class Traffic:
             if self._on_chunk is not None:
                 self._on_chunk(chunk)
 
-        long = SamplingParams(max_tokens=LONG)
+        long, ids = SamplingParams(max_tokens=LONG), self._ids
         while not self._over:
             self.reported[number] = []
-            self._completions.append(await self._subject.generate(self._ids, long, report))
+            self._completions.append(await self._subject.generate(ids, long, report))
+            ids = self._next_ids
 
 
 @asynccontextmanager
