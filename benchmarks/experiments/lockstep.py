@@ -42,7 +42,8 @@ from tests.support.rank_here import RankHere
 from tests.support.virtual_clock import run_virtual
 
 TICK_S = 0.01
-MOST_SILENT = 100  # updates without a call, after which a policy has given up for good
+# A policy has given up for good if it uses less than this share of its calls in so many updates.
+SILENT, MOST_SILENT = 0.01, 100
 
 
 class SteppedEngine(EmbeddedEngine):
@@ -138,27 +139,26 @@ def in_lockstep() -> Iterator[None]:
 
 
 class Budgeted(Training):
-    """A training that ends after so many tool calls, replayed ones included, or when it makes none
+    """A training that ends after so many tool calls, replayed ones included, or when it makes hardly
     any more. Its number of updates, by which learning rates fall, is estimated again after each of
     them."""
 
     calls = math.inf
 
     async def set_up(self, stack: AsyncExitStack) -> Loop:
-        loop, used, silent = await super().set_up(stack), 0.0, 0
+        loop, used = await super().set_up(stack), [0.0]
         record = loop.report.record
 
         async def counted(batch: StepBatch, num_known: dict[int, int]) -> None:
-            nonlocal used, silent
             await record(batch, num_known)
             now = loop.report.row["rollout/tool_calls"] + loop.report.row["rollout/led_calls"]
-            used, silent = used + now, 0 if now else silent + 1
-            if silent == MOST_SILENT:
-                loop.parts.num_steps = loop.state.step
-            elif self.calls < math.inf:
-                loop.parts.num_steps = round(
-                    loop.state.step * max(1.0, self.calls / max(used, 1.0))
-                )
+            used.append(used[-1] + now)
+            if self.calls == math.inf:
+                return
+            lately = used[-1] - used[-1 - MOST_SILENT] if len(used) > MOST_SILENT else math.inf
+            share = self.calls / max(used[-1], 1.0)
+            ends = lately < SILENT * self.calls
+            loop.parts.num_steps = round(loop.state.step * (1.0 if ends else max(1.0, share)))
 
         loop.report.record = counted  # type: ignore[method-assign]
         return loop
