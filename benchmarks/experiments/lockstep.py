@@ -139,9 +139,9 @@ def in_lockstep() -> Iterator[None]:
 
 
 class Budgeted(Training):
-    """A training that ends after so many tool calls, replayed ones included, or when it makes hardly
-    any more. Its number of updates, by which learning rates fall, is estimated again after each of
-    them."""
+    """A training that ends after so many tool calls, replayed ones included, or when it makes
+    hardly any more. Its number of updates, by which learning rates fall, is estimated again after
+    each of them."""
 
     calls = math.inf
 
