@@ -43,7 +43,7 @@ from tests.support.virtual_clock import run_virtual
 
 TICK_S = 0.01
 # A policy has given up for good if it uses less than this share of its calls in so many updates.
-SILENT, MOST_SILENT = 0.01, 100
+SILENT, MOST_SILENT = 0.05, 50
 
 
 class SteppedEngine(EmbeddedEngine):
