@@ -8,7 +8,7 @@ from statistics import fmean
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.rollout.metrics import MeanCurve
 
-EVEN = 0.06  # of the mean place of the surprise, from the middle (0: the first turn, 1: the last)
+EVEN = 0.1  # of the mean place of the surprise, from the middle (0: the first turn, 1: the last)
 MOST_SHOWN = 8
 
 

@@ -65,6 +65,7 @@ def test_the_surprise_of_a_depth_is_of_trees_with_a_failure_and_counts_shared_tu
         ([0.1, 0.1, 1.0, 1.0], [9, 9, 9, 9], "late"),
         ([1.0, 1.0, 0.1, 0.1, 9.0], [9, 9, 9, 9, 1], "early"),  # few paths are that long
         ([1.0, 0.1, 1.0, 0.1, 1.0], [9] * 5, "even"),
+        ([1.49, 0.09, 1.47, 0.36, 1.47, 0.34, 1.44, 0.29, 0.1], [9] * 9, "even"),  # mixed-8
         ([1.0], [9], ""),
         ([], [], ""),
     ],
