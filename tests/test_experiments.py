@@ -59,6 +59,12 @@ def test_equal_arms_show_no_difference_and_how_far_that_is_known() -> None:
     assert ratio_of_calls([(same, curve([0, 90], [0.1, 0.5]))], 0.5).low is None  # of one seed
 
 
+def test_a_run_that_collapses_early_is_not_the_cheaper_one() -> None:
+    whole, collapsed = curve([0, 200, 400], [0.2, 0.6, 0.8]), curve([0, 20], [0.2, 0.0])
+    assert ratio_of_calls([(collapsed, whole)], 0.6).value == pytest.approx(400 / 200)
+    assert ratio_of_calls([(collapsed, whole)], 0.9).value == 1.0  # neither meets it
+
+
 def test_the_baseline_is_the_grpo_that_needs_the_fewest_calls_to_the_level() -> None:
     """Small groups are ahead early and never come to 0.9, as a lucky few calls would have it."""
     curves = {

@@ -46,8 +46,10 @@ Pairs = Sequence[tuple[Curve, Curve]]  # per seed: the arm and its baseline
 
 def ratio_of_calls(pairs: Pairs, level: float) -> Estimate:
     """Calls that the first needs for `level`, divided by those of the second: geometric mean over
-    seeds, with Student's interval for the logarithm."""
-    found = [[calls_to(curve.calls, curve.success(), level) for curve in pair] for pair in pairs]
+    seeds, with Student's interval for the logarithm. A run that never meets it counts with the
+    calls of the longest one."""
+    most = max(curve.calls[-1] for pair in pairs for curve in pair)
+    found = [[calls_to(one.calls, one.success(), level, most) for one in pair] for pair in pairs]
     logs = [log(max(one, 1.0) / max(other, 1.0)) for (one, _), (other, _) in found]
     missed = sum(not all(met for _, met in pair) for pair in found)
     spread = statistics.ratio(logs)

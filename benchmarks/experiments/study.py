@@ -318,12 +318,13 @@ class Study:
             name: {seed: self.curve(cell, cost) for seed, cell in cells.items()}
             for name, cells in by_arm.items()
         }
-        rows = []
+        most, rows = max(one.calls[-1] for own in curves.values() for one in own.values()), []
         for name, own in sorted(curves.items(), key=lambda one: one[0] != base):
             shared = [seed for seed in own if seed in curves[base]]
             pairs = [(own[seed], curves[base][seed]) for seed in shared]
             found = [
-                [calls_to(one.calls, one.success(), lv) for lv in levels] for one in own.values()
+                [calls_to(one.calls, one.success(), level, most) for level in levels]
+                for one in own.values()
             ]
             never = "/".join(str(sum(not of[n][1] for of in found)) for n in range(len(levels)))
             if name == base:
