@@ -1,7 +1,7 @@
 """The study of `study.toml`: where forks pay, against the best GRPO.
 
     python benchmarks/experiments/study.py --out FOLDER [--plan FILE] [--stage a|b|c|d|e]
-        [--tasks TASK ...] [--minutes M] [--jobs J] [--report-only]
+        [--tasks TASK ...] [--minutes M] [--jobs J] [--report-only] [--also ARM@RATE ...]
 
 Runs what is missing of the stages up to `--stage`, at low priority, and prints the tables of the
 last one. Runs are those of lockstep.py: equal seeds give equal runs, to the bit, so that arms are
@@ -14,8 +14,9 @@ results: --out benchmarks/experiments/results --report-only.
 Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
 rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
 best rate, on seeds of their own (d only the best of c, if the plan says how many); e those of c at
-half the rate. A run ends with its budget of tool calls, over which its rates fall to 0, and counts
-with all of them for a level that it never meets.
+half the rate. `--also` adds runs of GRPO on the seeds of the last stage, since two seeds of b may
+choose badly: every GRPO with all of these seeds is in its table. A run ends with its budget of tool
+calls, over which its rates fall to 0, and counts with all of them for a level that it never meets.
 """
 
 from __future__ import annotations
@@ -277,6 +278,12 @@ class Study:
             for arm, rate in (*others, base):
                 yield arm, rate / 2 if stage == "e" else rate
 
+    def also(self, stage: str, task: str) -> list[tuple[str, float]]:
+        """The other runs of the baseline on all seeds of a stage after b."""
+        seeds = self.seeds(stage) if stage not in "ab" else []
+        arms = self.families(task)[self.plan["baseline"]] if seeds else []
+        return [(arm, rate) for arm in arms for rate in self.rates(task, arm, seeds)]
+
     def _grid(self, task: str, arm: str) -> list[float]:
         seeds, grid = self.seeds("b"), sorted(self.plan["rates"])
         for _ in range(self.plan["most_rates"]):
@@ -296,7 +303,7 @@ class Study:
             if stage in "ab" and self.like(task) != task:
                 continue
             by_arm: dict[str, dict[int, Cell]] = {}
-            for arm, rate in self.arms(stage, task):
+            for arm, rate in dict.fromkeys((*self.arms(stage, task), *self.also(stage, task))):
                 cells = [Cell(task, arm, rate, seed) for seed in self.seeds(stage)]
                 if known := {one.seed: one for one in cells if one in self.known}:
                     by_arm[cells[0].name] = known
@@ -351,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plan", type=Path, default=FILE, help="default: study.toml")
     parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help="the last one to run")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="default: all")
+    parser.add_argument("--also", nargs="+", default=[], metavar="ARM@RATE", help="see above")
     parser.add_argument("--minutes", type=float, default=math.inf)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--report-only", action="store_true")
@@ -364,6 +372,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             while not code and (cells := study.missing(stage, options.tasks)):
                 print(f"stage {stage}: {len(cells)} runs to go", flush=True)
                 code = 0 if _run_all(study, cells, options.jobs, end) else 1
+        if options.also and not code:
+            named = [one.rpartition("@") for one in options.also]
+            cells = [
+                Cell(task, arm, float(rate), seed)
+                for task in options.tasks
+                for seed in study.seeds(options.stage)
+                for arm, _, rate in named
+            ]
+            missing = [cell for cell in cells if cell not in study.known]
+            code = 0 if _run_all(study, missing, options.jobs, end) else 1
         if not code:
             print(study.report(options.stage, options.cost))
     except DataError as error:
