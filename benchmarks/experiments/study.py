@@ -14,9 +14,10 @@ results: --out benchmarks/experiments/results --report-only.
 Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
 rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
 best rate, on seeds of their own (d only the best of c, if the plan says how many); e those of c at
-half the rate. `--also` adds runs of GRPO on the seeds of the last stage, since two seeds of b may
-choose badly: every GRPO with all of these seeds is in its table. A run ends with its budget of tool
-calls, over which its rates fall to 0, and counts with all of them for a level that it never meets.
+half the rate. `--also` adds runs of GRPO on the seeds of the last stage, c or d, since two seeds of
+b may choose badly: every GRPO with all of these seeds is in its table. A run ends with its budget
+of tool calls, over which its rates fall to 0, and counts with all of them for a level that it never
+meets.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -279,10 +281,25 @@ class Study:
                 yield arm, rate / 2 if stage == "e" else rate
 
     def also(self, stage: str, task: str) -> list[tuple[str, float]]:
-        """The other runs of the baseline on all seeds of a stage after b."""
-        seeds = self.seeds(stage) if stage not in "ab" else []
-        arms = self.families(task)[self.plan["baseline"]] if seeds else []
+        """The other runs of the baseline on all seeds of stage c or d."""
+        seeds = self.seeds(stage)
+        arms = self.families(task)[self.plan["baseline"]] if stage in "cd" else []
         return [(arm, rate) for arm in arms for rate in self.rates(task, arm, seeds)]
+
+    def more(self, names: Sequence[str], stage: str, tasks: Sequence[str]) -> list[Cell]:
+        """The missing runs of ARM@RATE on the seeds of a stage. Raises DataError."""
+        cells, base = list[Cell](), self.plan["baseline"]
+        known = [arm for arm in self.plan["arms"] if arm.rpartition("-")[0] == base]
+        for name in names:
+            arm, _, rate = name.rpartition("@")
+            if arm not in known or not rate.replace(".", "", 1).isdigit():
+                raise DataError(f"--also {name}: expected ARM@RATE with one of {', '.join(known)}")
+            cells += [
+                Cell(task, arm, float(rate), seed)
+                for task in tasks or self.tasks
+                for seed in self.seeds(stage)
+            ]
+        return [cell for cell in cells if cell not in self.known]
 
     def _grid(self, task: str, arm: str) -> list[float]:
         seeds, grid = self.seeds("b"), sorted(self.plan["rates"])
@@ -368,20 +385,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     end, code = time.monotonic() + 60 * options.minutes, 0
     try:
         study = Study(options.out, options.plan)
+        more = partial(study.more, options.also, options.stage, options.tasks)
+        more()  # names are checked before anything runs
         for stage in STAGES[: STAGES.index(options.stage) + 1] if not options.report_only else ():
             while not code and (cells := study.missing(stage, options.tasks)):
                 print(f"stage {stage}: {len(cells)} runs to go", flush=True)
                 code = 0 if _run_all(study, cells, options.jobs, end) else 1
-        if options.also and not code:
-            named = [one.rpartition("@") for one in options.also]
-            cells = [
-                Cell(task, arm, float(rate), seed)
-                for task in options.tasks
-                for seed in study.seeds(options.stage)
-                for arm, _, rate in named
-            ]
-            missing = [cell for cell in cells if cell not in study.known]
-            code = 0 if _run_all(study, missing, options.jobs, end) else 1
+        if (cells := more()) and not code and not options.report_only:
+            code = 0 if _run_all(study, cells, options.jobs, end) else 1
         if not code:
             print(study.report(options.stage, options.cost))
     except DataError as error:
