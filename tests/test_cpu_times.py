@@ -35,7 +35,7 @@ def test_each_case_of_the_table_is_collected(request: pytest.FixtureRequest) -> 
     assert cases - collected.keys() == set(), "rename these lines of the table or take them out"
 
 
-def test_tests_over_ten_seconds_and_promises_are_heavy(request: pytest.FixtureRequest) -> None:
+def test_tests_over_the_bound_and_promises_are_heavy(request: pytest.FixtureRequest) -> None:
     """A promise would be left out of `make test` without its mark."""
     collected = request.config.stash[cpu_times.COLLECTED]
     dear = {name for name, value in cpu_times.read().items() if value > cpu_times.HEAVY_S}

@@ -20,12 +20,12 @@ from tests.support import forkserver
 from tests.support.sources import ROOT
 
 TABLE = ROOT / "tests" / "cpu_times.txt"
-HEAVY_S = 10.0  # a test that takes longer is heavy
+HEAVY_S = 5.0  # a test that takes longer is heavy
 LISTED_S = 3.0  # a test that takes longer is in the table
 NEEDS = ("viewer", "mcp_servers", "engine_vllm", "engine_sglang", "inspect", "verifiers", "openenv")
 COLLECTED = pytest.StashKey[dict[str, set[str]]]()  # marks by test, before a choice by mark
 HEAD = """\
-# CPU seconds of each test and shared fixture over 3 seconds; a test over 10 is marked heavy.
+# CPU seconds of each test and shared fixture over 3 seconds; a test over 5 is marked heavy.
 # Written by: pytest --cpu-times (tests that did not run keep their line)
 """
 
