@@ -105,6 +105,27 @@ def test_a_run_that_misses_a_level_is_not_the_cheapest(tmp_path: Path) -> None:
     assert study.best_rate("mend", "arpo-4x4") == 2.0
 
 
+def test_further_grpos_of_any_size_are_in_the_table(tmp_path: Path) -> None:
+    study = Synthetic(tmp_path)
+    for stage in "abc":
+        study.finish(stage)
+    cells = study.more(["grpo-4x2@0.5"], "c", ["mend"])
+    assert {cell.seed for cell in cells} == set(study.seeds("c"))
+    for cell in cells:
+        study.run(cell)
+    assert ("grpo-4x2", 0.5) in study.also("c", "mend")
+    assert "grpo-4x2@0.5" in study.report("c")
+    config = study.config(cells[0], configuration("mend"), tmp_path)
+    assert build_config(TrainConfig, config, "").algorithm.group_size == 4
+    assert "grpo-4x2" not in study.chosen("mend")
+
+
+@pytest.mark.parametrize("name", ["grpo-4x2", "grpo-4x2@0", "grpo-x2@1", "arpo-4x4@1"])
+def test_a_wrong_name_of_a_further_run_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match="expected grpo-SIZExQUESTIONS@RATE"):
+        Synthetic(tmp_path).more([name], "c", [])
+
+
 def test_costs_count_replays_or_set_ups(tmp_path: Path) -> None:
     study = Synthetic(tmp_path)
     study.run(cell := Cell("mend", "grpo-4x8", 2.0, 900))

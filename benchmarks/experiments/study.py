@@ -14,10 +14,10 @@ results: --out benchmarks/experiments/results --report-only.
 Stage a runs every arm once; b the best of each family (and the two best sizes of GRPO) at each
 rate, where an optimum at the edge of the grid extends it; c and d the best of each family at its
 best rate, on seeds of their own (d only the best of c, if the plan says how many); e those of c at
-half the rate. `--also` adds runs of GRPO on the seeds of the last stage, c or d, since two seeds of
-b may choose badly: every GRPO with all of these seeds is in its table. A run ends with its budget
-of tool calls, over which its rates fall to 0, and counts with all of them for a level that it never
-meets.
+half the rate. `--also` adds runs of GRPO, of any size, on the seeds of the last stage, c or d,
+since two seeds of b may choose badly: every GRPO with all of these seeds is in its table. A run
+ends with its budget of tool calls, over which its rates fall to 0, and counts with all of them for
+a level that it never meets.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import json
 import lzma
 import math
 import multiprocessing
+import re
 import shutil
 import sys
 import time
@@ -149,7 +150,7 @@ class Study:
 
     def config(self, cell: Cell, raw: Row, start: Path) -> Row:
         """Of the run."""
-        groups, arm = int(cell.arm.rpartition("x")[2]), dict(self.plan["arms"][cell.arm])
+        groups, arm = int(cell.arm.rpartition("x")[2]), self.keys(cell.arm)
         teacher, _ = arm.pop("teacher", ""), arm.pop("tasks", None)
         config = arm_config(raw, arm, start, cell.seed, 10_000, self.plan["questions"])
         if teacher:
@@ -165,6 +166,13 @@ class Study:
         config["eval"]["sets"][SET]["every"] = self.tasks[cell.task]["every"]
         config["train"]["max_untrained_steps"] = 10_000  # a policy that collapses is a result too
         return config | {"checkpoint": {"every": 0, "best_metric": f"{SET}/success"}}
+
+    def keys(self, arm: str) -> Row:
+        """Of its algorithm. The baseline may have sizes that the plan does not have (`--also`)."""
+        if arm in self.plan["arms"]:
+            return dict(self.plan["arms"][arm])
+        family, _, size = arm.partition("-")
+        return {"name": family, "group_size": int(size.partition("x")[0])}
 
     def teacher(self, cell: Cell, start: Path) -> Path:
         """A finished run of another arm, at the first rate, from the same cold start; or that."""
@@ -282,20 +290,23 @@ class Study:
 
     def also(self, stage: str, task: str) -> list[tuple[str, float]]:
         """The other runs of the baseline on all seeds of stage c or d."""
-        seeds = self.seeds(stage)
-        arms = self.families(task)[self.plan["baseline"]] if stage in "cd" else []
+        if stage not in "cd":
+            return []
+        seeds, base = self.seeds(stage), self.plan["baseline"]
+        known = {one.arm for one in self.known if one.task == task}
+        arms = sorted(arm for arm in known if arm.rpartition("-")[0] == base)
         return [(arm, rate) for arm in arms for rate in self.rates(task, arm, seeds)]
 
     def more(self, names: Sequence[str], stage: str, tasks: Sequence[str]) -> list[Cell]:
         """The missing runs of ARM@RATE on the seeds of a stage. Raises DataError."""
         cells, base = list[Cell](), self.plan["baseline"]
-        known = [arm for arm in self.plan["arms"] if arm.rpartition("-")[0] == base]
         for name in names:
-            arm, _, rate = name.rpartition("@")
-            if arm not in known or not rate.replace(".", "", 1).isdigit():
-                raise DataError(f"--also {name}: expected ARM@RATE with one of {', '.join(known)}")
+            if not (
+                found := re.fullmatch(rf"({base}-[1-9]\d*x[1-9]\d*)@(\d+(?:\.\d+)?)", name)
+            ) or not (rate := float(found[2])):
+                raise DataError(f"--also {name}: expected {base}-SIZExQUESTIONS@RATE")
             cells += [
-                Cell(task, arm, float(rate), seed)
+                Cell(task, found[1], rate, seed)
                 for task in tasks or self.tasks
                 for seed in self.seeds(stage)
             ]

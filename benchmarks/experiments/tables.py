@@ -1,4 +1,4 @@
-"""The tables of `algorithms.py` in Markdown, and their place in the documentation."""
+"""Tables in Markdown, and their place in the documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
 BEST = "against the best GRPO"
 PICTURE = "![success against tool calls](img/algorithms.png)"
-BEGIN, END = ("<!-- benchmarks/experiments/algorithms.py --publish: begin -->", "<!-- end -->")
+END = "<!-- end -->"
 
 
 def tables_of(result: Row) -> str:
@@ -85,12 +85,18 @@ def publish(result: Row, picture: Path) -> None:
     missing, or no GRPO arm has the seeds of ARPO."""
     if not result["arms"].get("arpo", {}).get(BEST):
         raise DataError("--publish needs the arm arpo, and a GRPO arm with all of its seeds")
-    when = datetime.now(UTC).date().isoformat()
-    page = ROOT / "docs" / "experiments.md"
-    section = f"{BEGIN}\n\nOf {when}.\n\n{PICTURE}\n\n{tables_of(result)}\n\n{END}"
-    before, place = page.read_text(encoding="utf-8"), f"(?s){re.escape(BEGIN)}.*?{re.escape(END)}"
+    insert("algorithms.py --publish", f"{PICTURE}\n\n{tables_of(result)}")
+    shutil.copy(picture, ROOT / "docs" / "img" / "algorithms.png")
+
+
+def insert(command: str, text: str) -> None:
+    """Write the results of a command into their place in the documentation, with the date. Raises
+    DataError if there is no such place."""
+    begin = f"<!-- benchmarks/experiments/{command}: begin -->"
+    when, page = datetime.now(UTC).date().isoformat(), ROOT / "docs" / "experiments.md"
+    section = f"{begin}\n\nOf {when}.\n\n{text}\n\n{END}"
+    before, place = page.read_text(encoding="utf-8"), f"(?s){re.escape(begin)}.*?{re.escape(END)}"
     changed, count = re.subn(place, section.replace("\\", r"\\"), before)
     if count != 1:
         raise DataError(f"{page}: expected one place for the tables, found {count}")
     write_whole(page, changed.encode())
-    shutil.copy(picture, ROOT / "docs" / "img" / "algorithms.png")
