@@ -59,14 +59,6 @@ def test_the_study_is_published(clone: Path, study: Path) -> None:
     assert changed == ["docs/experiments.md", "docs/img/algorithms.png"]
 
 
-def test_fork_points_are_measured(clone: Path, study: Path) -> None:
-    rows, run = study / "forks.json", study / "seed-7" / "arpo"
-    small = ("--steps", "0", "--questions", "12", "--siblings", "2")
-    command(clone, "forks", "--out", rows, run, *small)
-    shown = command(clone, "forks", "--out", rows)
-    assert "0 updates, 1" in shown.stdout, shown.stdout + shown.stderr
-
-
 def test_the_longer_task_runs(clone: Path, tmp_path: Path) -> None:
     task = ("--task", "chain", "--arms", "grpo-4")
     command(clone, "algorithms", "--out", tmp_path, *SMALL, *task)

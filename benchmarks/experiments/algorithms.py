@@ -13,7 +13,7 @@ FOLDER are not run again, so the command can be interrupted, repeated, and given
 the report covers all finished arms.
 
 Written: FOLDER/results.json, tables.md and algorithms.png. --publish writes the tables and the
-picture to docs/. The statistics: intervals.py. The arms: runs.py. The value of forks: forks.py.
+picture to docs/. The statistics: intervals.py. The arms: runs.py.
 """
 
 from __future__ import annotations

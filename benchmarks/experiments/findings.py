@@ -21,13 +21,15 @@ import numpy as np
 
 from agentenv.base.errors import DataError
 from agentenv.evaluation.sets import calls_to
-from benchmarks.experiments.intervals import Pairs, ratio_of_calls
+from benchmarks.experiments.intervals import ratio_of_calls
 from benchmarks.experiments.study import FILE, LAST, Cell, Study
 from benchmarks.experiments.tables import insert, markdown
 
 OUT = FILE.with_name("results")
 SHOWN = "rescue"  # the family with all costs
+ALIKE = "grpo-4x"  # its groups without forks
 OTHERS = ("calls, forks by copies", "calls + set-ups", "calls + 5 set-ups", "calls + 20 set-ups")
+Setting = tuple[str, float]  # arm and rate
 
 
 class Findings:
@@ -51,39 +53,46 @@ class Findings:
         return {cell.seed: cell for cell in cells if cell in self.study.known}
 
     @staticmethod
-    def family(one: tuple[str, float]) -> str:
+    def family(one: Setting) -> str:
         return one[0].rpartition("-")[0]
 
-    def is_baseline(self, one: tuple[str, float]) -> bool:
+    def is_baseline(self, one: Setting) -> bool:
         return self.family(one) == self.study.plan["baseline"]
 
-    def pairs(self, one: tuple[str, float], cost: str, stages: str = "cd") -> Pairs:
-        seeds = [seed for stage in stages for seed in self.stages[stage]]
-        own, base = self.runs[one], self.runs[self.base]
-        shared = [seed for seed in seeds if seed in own and seed in base]
-        return [tuple(self.study.curve(of[seed], cost) for of in (own, base)) for seed in shared]
-
     def ratio(
-        self, one: tuple[str, float], level: float, cost: str = "calls", stages: str = "cd"
+        self,
+        one: Setting,
+        level: float,
+        *,
+        cost: str = "calls",
+        stages: str = "cd",
+        base: Setting | None = None,
     ) -> str:
-        pairs = self.pairs(one, cost, stages)
+        """Of the costs to a level, to those of another arm, on the seeds that both have."""
+        own, other = self.runs[one], self.runs.get(base or self.base, {})
+        seeds = [seed for stage in stages for seed in self.stages[stage]]
+        pairs = [
+            (self.study.curve(own[seed], cost), self.study.curve(other[seed], cost))
+            for seed in seeds
+            if seed in own and seed in other
+        ]
         return str(ratio_of_calls(pairs, level)) if pairs else "-"
 
-    def never(self, one: tuple[str, float], level: float) -> int:
+    def never(self, one: Setting, level: float) -> int:
         curves = [self.study.curve(cell) for cell in self.runs[one].values()]
         return sum(not calls_to(curve.calls, curve.success(), level)[1] for curve in curves)
 
-    def calls(self, one: tuple[str, float], level: float) -> float:
+    def calls(self, one: Setting, level: float) -> float:
         curves = [self.study.curve(cell) for cell in self.runs[one].values()]
         most = max(curve.calls[-1] for curve in curves)
         found = [calls_to(curve.calls, curve.success(), level, most)[0] for curve in curves]
         return float(np.exp(np.log(found).mean()))
 
-    def final(self, one: tuple[str, float]) -> float:
+    def final(self, one: Setting) -> float:
         curves = [self.study.curve(cell) for cell in self.runs[one].values()]
         return fmean(float(curve.success()[-LAST:].mean()) for curve in curves)
 
-    def mean(self, one: tuple[str, float], key: str) -> float:
+    def mean(self, one: Setting, key: str) -> float:
         rows = [self.study.known[cell] for cell in self.runs[one].values()]
         return fmean(row[key] if key in row else row["points"][-1][key] for row in rows)
 
@@ -112,9 +121,10 @@ def tables(study: Study) -> str:
                         of.task,
                         f"`{one[0]}`, {one[1]:g}",
                         *(of.ratio(one, level, stages=stage) for stage in "cd"),
+                        of.ratio(one, level, base=(ALIKE + one[0].rpartition("x")[2], one[1])),
                         of.ratio(one, low),
                         of.ratio(one, high),
-                        *(of.ratio(one, level, cost).partition(" ")[0] for cost in OTHERS),
+                        *(of.ratio(one, level, cost=cost).partition(" ")[0] for cost in OTHERS),
                         f"{cpu} ({base_cpu})",
                         f"{learner} ({base_learner})",
                         f"{of.mean(one, 'clipped'):.3f}",
@@ -122,7 +132,14 @@ def tables(study: Study) -> str:
                 )
     families = [Findings.family(one) for one in found[0].others]
     heads = ["task", "seeds", "best GRPO", *(f"`{family}`" for family in families)]
-    costs = [f"to {level}, ten seeds", "fresh ones", f"to {low}", f"to {high}", "copies"]
+    costs = [
+        f"to {level}, ten seeds",
+        "fresh ones",
+        "GRPO alike",
+        f"to {low}",
+        f"to {high}",
+        "copies",
+    ]
     costs += ["+ set-ups", "+ 5", "+ 20", "CPU s (GRPO)", "learner s", "clipped"]
     return f"{markdown(heads, first)}\n\n{markdown(['task', f'`{SHOWN}`', *costs], second)}"
 

@@ -30,7 +30,6 @@ CODE = Path(__file__).resolve().parents[2]
 CONFIG = CODE / "configs" / "quickstart.toml"
 START = "start"
 SET = "heldout"
-CHECKPOINT_EVERY = 3  # updates; forks.py reads them
 
 NO_PARTS = {
     "budget_split": False,
@@ -95,7 +94,7 @@ def arm_config(
     raw["train"] = {"num_steps": num_steps}
     raw["learner"].pop("schedule", None)  # it ends with the quick start's number of updates
     raw["eval"] = {"sets": {SET: _eval_set(str(start), questions, 1)}}
-    raw["checkpoint"] = {"every": CHECKPOINT_EVERY, "keep_last": 2 + num_steps // CHECKPOINT_EVERY}
+    raw["checkpoint"] = {"every": 0}
     del raw["sft"]
     return raw
 

@@ -33,7 +33,7 @@ from agentenv.lab.diagnosis.audit import spread
 from agentenv.rollout.archive import ARCHIVE
 from agentenv.rollout.archive_reader import readable_steps
 from agentenv.rollout.metrics import MeanCurve
-from agentenv.rollout.unlearned import surprise_by_depth, unlearned_line
+from agentenv.rollout.unlearned import surprise_by_depth, unlearned_lines
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(every)).decode() + "\n")
     else:
         view.show(table(every))
-        if line := unlearned_line(depths):
+        for line in unlearned_lines(depths):
             view.log(line)
     return 0
 

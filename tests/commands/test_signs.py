@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentenv.lab.diagnosis.signs import NAMES, auc_within, figures, interval, turns
 from agentenv.launchers import doctor
 from agentenv.rollout.metrics import MeanCurve
-from agentenv.rollout.unlearned import profile, surprise, surprise_by_depth, unlearned_line
+from agentenv.rollout.unlearned import LONG, profile, surprise, surprise_by_depth, unlearned_lines
 from tests.support.example_tree import example_tree
 
 CASES = st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.integers(0, 2)), max_size=12)
@@ -73,7 +73,11 @@ def test_the_surprise_of_a_depth_is_of_trees_with_a_failure_and_counts_shared_tu
 def test_where_the_unlearned_turns_lie(means: list[float], counts: list[int], where: str) -> None:
     curve = MeanCurve(means, counts)
     assert profile(curve) == where
-    assert bool(unlearned_line(curve)) == bool(where)
+    lines = unlearned_lines(curve)
+    assert len(lines) == (2 if where else 0)
+    assert [("rescue" in line, "GRPO" in line) for line in lines[1:]] == [
+        (len(means) >= LONG, True) for _ in lines[1:]
+    ]
 
 
 def test_intervals_are_those_of_groups() -> None:

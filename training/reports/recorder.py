@@ -31,7 +31,7 @@ from agentenv.processes.worker_pool import JobError, WorkerPool
 from agentenv.rollout.archive import ARCHIVE, Archive, Credit, KeptTree, StepHeader
 from agentenv.rollout.metrics import EntropyProfile, Throughput
 from agentenv.rollout.queue import ReplayQueue
-from agentenv.rollout.unlearned import unlearned_line
+from agentenv.rollout.unlearned import unlearned_lines
 from agentenv.text.encoder import decoder
 from agentenv.training.loop.batching import Settled, StepBatch
 from agentenv.training.loop.brief_reports import (
@@ -419,7 +419,7 @@ class RunRecorder:
         self.draw()
         if line := entropy_line(state.entropy):
             self.view.log(line)
-        if line := unlearned_line(state.surprise):
+        for line in unlearned_lines(state.surprise):
             self.view.log(line)
         for line in figures["engine"].get("told", ()):
             self.view.log(line)
