@@ -12,6 +12,7 @@ import pytest
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.config import build_config
 from agentenv.base.errors import DataError
+from benchmarks.experiments import findings, tables
 from benchmarks.experiments import study as command
 from benchmarks.experiments.algorithms import configuration
 from benchmarks.experiments.study import Cell, Study
@@ -152,6 +153,12 @@ def test_results_go_on_and_belong_to_one_plan(
     changed.with_suffix(".md").write_text("as before")
     with pytest.raises(DataError, match="fixed before its"):
         Study(tmp_path, changed)
+
+
+def test_the_documentation_has_the_tables_of_the_published_runs() -> None:
+    study = Study(findings.OUT)
+    text = (tables.ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+    assert findings.tables(study) in text, "python benchmarks/experiments/findings.py --publish"
 
 
 PLANS = (command.FILE, command.FILE.with_name("teach.toml"))

@@ -10,10 +10,11 @@ from agentenv.rollout.metrics import MeanCurve
 
 EVEN = 0.1  # of the mean place of the surprise, from the middle (0: the first turn, 1: the last)
 MOST_SHOWN = 8
-# Tool calls of rescue to success 0.7, relative to GRPO with its sizes and rate, in tasks of eight
-# turns; in those of two or three no plan saves calls (docs/experiments.md).
-LONG = 8
-SAVES = {"late": 0.75, "early": 0.85, "even": 0.75}
+LONG = 8  # turns from which forks were found to save tool calls: docs/experiments.md
+PLANS = {
+    True: "rescue, groups of 4; about 0.8 of the tool calls of the same GRPO in a study",
+    False: "GRPO, groups of 4; no forks were found to save tool calls in trajectories so short",
+}
 
 
 def surprise(node: Node) -> float:
@@ -58,7 +59,5 @@ def unlearned_lines(curve: MeanCurve) -> list[str]:
     more = ", ..." if len(curve.mean) > MOST_SHOWN else ""
     where = {"early": "the early ones", "late": "the late ones", "even": "all alike"}[found]
     text = "unlearned turns: {}; nats of surprise in trees with a failure, by turn: {}"
-    plan = "GRPO, groups of 4; forks were not found to save tool calls in trajectories so short"
-    if len(reached(curve)) >= LONG:
-        plan = f"rescue, groups of 4; {SAVES[found]:.2f} of the same GRPO's tool calls in a study"
+    plan = PLANS[len(reached(curve)) >= LONG]
     return [text.format(where, means + more), f"plan for such turns: {plan} (docs/experiments.md)"]

@@ -2,7 +2,7 @@
 
     python benchmarks/experiments/findings.py [--out FOLDER] [--plan FILE] [--publish]
 
-Every family against the best GRPO, which is chosen in hindsight, by the same seeds: calls to the
+Every family against the GRPO that is the best one, in hindsight, on the seeds of c: calls to the
 middle level, and the other costs of one family. `--publish` writes the tables into the
 documentation. FOLDER: as that of study.py; default: the published results.
 """
@@ -41,11 +41,11 @@ class Findings:
         arms = [one for s in self.stages for one in (*study.arms(s, task), *study.also(s, task))]
         self.runs = {(arm, rate): self._runs(arm, rate) for arm, rate in arms}
         grpo = {one: runs for one, runs in self.runs.items() if self.is_baseline(one)}
-        most = max(map(len, grpo.values()))
-        if not most:
-            raise DataError(f"{task}: no run of stage c")
-        full = [one for one, runs in grpo.items() if len(runs) == most]
-        self.base = min(full, key=lambda one: study.cost(task, *one, list(grpo[one])))
+        seeds = self.stages["c"]
+        full = [one for one, runs in grpo.items() if runs.keys() >= set(seeds)]
+        if not full:
+            raise DataError(f"{task}: stage c has no {study.plan['baseline']} with all seeds")
+        self.base = min(full, key=lambda one: study.cost(task, *one, seeds))
         self.others = [one for one in self.runs if one not in grpo]
 
     def _runs(self, arm: str, rate: float) -> dict[int, Cell]:
@@ -98,7 +98,7 @@ class Findings:
 
 
 def tables(study: Study) -> str:
-    """Both tables in Markdown. Raises DataError for a task without runs."""
+    """Both tables in Markdown. Raises DataError while c is not finished."""
     low, level, high = study.plan["levels"][:3]
     found = [Findings(study, task) for task in study.tasks]
     first, second = list[list[str]](), list[list[str]]()

@@ -91,7 +91,7 @@ def publish(result: Row, picture: Path) -> None:
 
 def insert(command: str, text: str) -> None:
     """Write the results of a command into their place in the documentation, with the date. Raises
-    DataError if there is no such place."""
+    DataError if their place is missing."""
     begin = f"<!-- benchmarks/experiments/{command}: begin -->"
     when, page = datetime.now(UTC).date().isoformat(), ROOT / "docs" / "experiments.md"
     section = f"{begin}\n\nOf {when}.\n\n{text}\n\n{END}"
