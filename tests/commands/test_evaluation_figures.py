@@ -127,8 +127,19 @@ async def test_every_share_has_an_interval_with_a_width():
             assert one.low == pytest.approx(0.04 ** (1 / count) if one.value else 0)
 
 
-def test_a_run_reports_the_same_intervals():
-    """Also for a set with several samples per question."""
+async def test_a_run_reports_the_figures_of_the_report():
+    """Also where samples of a question failed."""
+    rows = [row("1", 0), row("1", 1, False, answer="8"), failed("1", 2), failed("2", 0)]
+    rows += [row("3", 0, False, answer="9"), row("4", 0), failed("4", 1)]
+    overall, found = (await figures(rows)).overall, brief_report("test", rows).overall
+    for name in ("success", "reward", "tool_calls", "action_tokens"):
+        assert getattr(found, name) == overall.estimates[name].value, name
+    success = overall.estimates["success"]
+    assert found.interval == (success.low, success.high)
+    assert found.success_if_failed_wrong == overall.success_if_failed_wrong
+
+
+def test_the_interval_of_a_set_with_several_samples_per_question():
     rows = [row(str(i), j) for i in range(8) for j in range(5)]
     found = brief_report("heldout", rows)
     assert found.overall.interval == pytest.approx((0.04 ** (1 / 8), 1))

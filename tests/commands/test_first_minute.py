@@ -161,7 +161,7 @@ def test_a_long_name_leaves_room_for_the_texts_beside_it(monkeypatch: pytest.Mon
 
 
 def test_the_table_of_a_run_in_which_much_failed_fits_too() -> None:
-    figures = BriefFigures(70, 30, 0.5, (0.4, 0.6), 0.5, 1.5, 20.0)
+    figures = BriefFigures(70, 30, 0.5, (0.4, 0.6), 0.35, 0.5, 1.5, 20.0)
     kinds = {"comparisons": figures, "sums": figures}
     report = BriefReport("heldout", (0, 1), figures, kinds)
     reports = {phase: {"heldout": report} for phase in PHASES}

@@ -6,14 +6,15 @@ from msgspec import Struct
 
 
 class BriefFigures(Struct, frozen=True):
-    """Figures of one group of questions. `success`: the share of trajectories with a correct
-    answer, with its 95 % interval over questions. Failed trajectories are counted separately, never
+    """Figures of one group of questions. `success`: the mean over questions of their shares of
+    correct trajectories, with its 95 % interval. Failed trajectories are counted separately, never
     as wrong; if all failed, the means are None."""
 
     num_trajectories: int
     num_failed: int
     success: float | None
     interval: tuple[float, float]
+    success_if_failed_wrong: float
     reward: float | None
     tool_calls: float | None
     action_tokens: float | None
@@ -23,11 +24,6 @@ class BriefFigures(Struct, frozen=True):
     def failed_share(self) -> float:
         """Share of failed trajectories."""
         return self.num_failed / max(1, self.num_failed + self.num_trajectories)
-
-    @property
-    def success_if_failed_wrong(self) -> float:
-        """The success if failed trajectories counted as wrong."""
-        return (self.success or 0.0) * (1 - self.failed_share)
 
 
 class BriefReport(Struct, frozen=True):

@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 from msgspec import to_builtins
 
@@ -30,12 +29,11 @@ from agentenv.base.disk import PARTIAL, replace_folder
 from agentenv.base.errors import SHOWN, DataError
 from agentenv.base.offload import in_thread
 from agentenv.base.tree import CANCELLED
-from agentenv.evaluation import statistics
-from agentenv.evaluation.figures import questions_of
+from agentenv.evaluation.figures import figures_of, questions_of
 from agentenv.evaluation.run import broken, named_causes, sample_into
 from agentenv.evaluation.store import Saved, Store, identity, load_saved, read_rows
 from agentenv.evaluation.subject import evaluation_of
-from agentenv.rollout.metrics import PADDED, part_means
+from agentenv.rollout.metrics import PADDED
 from agentenv.training.loop.brief_reports import EVALUATIONS, PHASES, BriefFigures, BriefReport
 from agentenv.training.loop.clocks import PhaseClock
 from agentenv.training.loop.parts import Parts
@@ -111,7 +109,8 @@ class RunEvaluator:
         rows = await in_thread(read_rows, self._folder / what.phase)
         for name in what.sets:
             of_set = [row for row in rows if row.dataset == name]
-            await consider_best(self.saver, brief_report(name, of_set), metric)
+            report = await in_thread(brief_report, name, of_set)
+            await consider_best(self.saver, report, metric)
 
     def _has_sets(self, what: Evaluating) -> bool:
         """Whether the configuration still has all sets of the evaluation."""
@@ -171,7 +170,7 @@ class RunEvaluator:
             for name in what.sets:
                 rows = await self._sample(opened[0], config, name)
                 refuse_failed(name, rows, is_before=what.when in BEFORE_TRAINING)
-                found[name] = brief_report(name, rows)
+                found[name] = await in_thread(brief_report, name, rows)
                 await self.recorder.record_evaluation(found[name], rows, what.step, what.phase)
         finally:
             for store in opened:
@@ -241,26 +240,21 @@ def brief_report(name: str, rows: Sequence[EvalRow]) -> BriefReport:
     )
 
 
-def _interval(done: Sequence[EvalRow]) -> tuple[float, float]:
-    """95 % interval of the share of correct trajectories, clustered by question."""
-    each = [[row.success for row in one.rows] for one in questions_of(done)]
-    counts = [len(successes) for successes in each]
-    low, high = statistics.share([*map(fmean, each)], counts, counts)
-    return float(low), float(high)
-
-
 def _figures(rows: Sequence[EvalRow]) -> BriefFigures:
-    done = [row for row in rows if row.end != "failed"]
-    num_right = sum(row.success for row in done)
+    """Those that `agentenv evaluate report` computes of the same rows."""
+    found = figures_of(questions_of(rows), ())
+    means = {name: one.value for name, one in found.estimates.items()}
+    success = found.estimates.get("success")
     return BriefFigures(
-        num_trajectories=len(done),
-        num_failed=len(rows) - len(done),
-        success=num_right / len(done) if done else None,
-        interval=_interval(done),
-        reward=fmean(row.reward for row in done) if done else None,
-        tool_calls=fmean(len(row.tool_calls) for row in done) if done else None,
-        action_tokens=fmean(row.action_tokens for row in done) if done else None,
-        parts=part_means([row.parts for row in done]),
+        num_trajectories=found.num_trajectories,
+        num_failed=found.num_failed,
+        success=means.get("success"),
+        interval=(0.0, 1.0) if success is None else (success.low or 0.0, success.high or 0.0),
+        success_if_failed_wrong=found.success_if_failed_wrong,
+        reward=means.get("reward"),
+        tool_calls=means.get("tool_calls"),
+        action_tokens=means.get("action_tokens"),
+        parts=found.parts,
     )
 
 
