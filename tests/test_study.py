@@ -41,7 +41,7 @@ class Synthetic(Study):
     def write(self, cell: Cell, right: list[int]) -> None:
         points = [
             {"calls": float(calls), "right": "1" * one + "0" * (10 - one)}
-            | dict.fromkeys(("led", "roots", "learner_s", "trajectories"), calls / 100)
+            | dict.fromkeys(("led", "roots", "learner_s", "wait_s", "trajectories"), calls / 100)
             for calls, one in zip(CALLS, right, strict=True)
         ]
         row = {**cell._asdict(), "digest": self.digest, "points": points, "clipped": 0.1}
@@ -161,7 +161,7 @@ def test_the_documentation_has_the_tables_of_the_published_runs() -> None:
     assert findings.tables(study) in text, "python benchmarks/experiments/findings.py --publish"
 
 
-PLANS = (command.FILE, command.FILE.with_name("teach.toml"))
+PLANS = tuple(command.FILE.with_name(f"{name}.toml") for name in ("study", "teach", "width"))
 
 
 @pytest.mark.parametrize(

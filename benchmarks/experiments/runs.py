@@ -156,6 +156,7 @@ COUNTED = {  # the figures of a point, sums over the steps so far
     "trajectories": "rollout/trajectories",
     "tokens": "learner/num_tokens",
     "learner_s": "learner/cpu_s",
+    "wait_s": "time/wait_s",  # for trees
 }
 
 

@@ -65,7 +65,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["benchmarks.experiments.lockstep"])
 
 # Costs of a point of a curve: the calls of the policy, those replayed to reach a fork, set-ups of
-# environments from scratch, and processor seconds of the learner.
+# environments from scratch, processor seconds of the learner, and seconds of the virtual clock.
 COSTS = {
     "calls": {"calls": 1, "led": 1},
     "calls, forks by copies": {"calls": 1},
@@ -73,6 +73,7 @@ COSTS = {
     "calls + 5 set-ups": {"calls": 1, "roots": 5},
     "calls + 20 set-ups": {"calls": 1, "roots": 20},
     "learner s": {"learner_s": 1},
+    "waiting s": {"wait_s": 1},
     "trajectories": {"trajectories": 1},
 }
 
