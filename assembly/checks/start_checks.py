@@ -281,6 +281,8 @@ async def teacher(assembly: Assembly[TrainConfig]) -> None:
             f"algorithm.teach_top_k = {top_k} needs sampling from the whole vocabulary, and "
             "learner.context_parallel = 1; remove it: each sampled token is compared then"
         )
+    if top_k and config.algorithm.teach_gate:
+        raise ConfigError("algorithm.teach_gate weights sampled tokens; remove it, or teach_top_k")
     if role is None or role.engine == "learner":
         return
     if config.sampling.is_truncated or any(one != 1 for _, one in config.sampling.points):

@@ -34,6 +34,7 @@ from agentenv.base.errors import EXIT_FAILED, ConfigError, DataError
 from agentenv.base.model_files import load_tokenizer, read_eos_ids
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import close_shared
+from agentenv.contract.server_config import TEACHER
 from agentenv.evaluation.regrade import Graders, UngradedError, regraded
 from agentenv.evaluation.run import row_of_path
 from agentenv.evaluation.store import load_run_config
@@ -87,7 +88,7 @@ async def audit(run: Path, max_trees: int) -> list[CheckResult]:
     steps = readable_steps(run / ARCHIVE, logger.warning)
     if not any(step.entries for step in steps):
         raise DataError(f"{run / ARCHIVE} contains no trees; archive.max_gb = 0 keeps none")
-    if config.roles:
+    if config.roles.keys() - {TEACHER}:
         raise ConfigError(
             "roles: the graders of this run use models that the run started; start them with "
             "agentenv serve and set their URLs, or audit without a judge"

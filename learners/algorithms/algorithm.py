@@ -146,8 +146,8 @@ class Algorithm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, t
         str,
         about(
             "text that only the teacher reads, before the turns of a failed trajectory: sibling "
-            "(the rest of the best successful one), gold, or module:function of the tree and the "
-            "trajectory; without roles.teacher the policy with the hint is the teacher"
+            "(the rest of the one with the highest return), gold, or module:function of the tree "
+            "and the trajectory; without roles.teacher the policy with the hint is the teacher"
         ),
     ] = ""
     teach_top_k: Annotated[

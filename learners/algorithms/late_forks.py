@@ -48,11 +48,11 @@ class Uniform:
     """`num_roots` trajectories from scratch; then forks at tool results of paths that have ended,
     drawn uniformly, those of forks included, until there are `group_size` trajectories.
 
-    If mistakes can be corrected, few roots with forks at any depth give more signal per call than
-    many roots; if one mistake is fatal, forks give none (docs/algorithms.md). With `at_once`, the
-    forks of a round, as many as `num_roots`, begin when no branch is growing (Ji 2025, arXiv
-    2509.21240, section 3.2); otherwise one fork follows each end. A node has at most `max_children`
-    children; if no node has room, a trajectory begins from scratch.
+    In a toy whose mistakes can be corrected, few roots with forks at any depth give more signal per
+    call of the policy than many roots; if one mistake is fatal, they do not (docs/algorithms.md).
+    With `at_once`, the forks of a round, as many as `num_roots`, begin when no branch is growing
+    (Ji 2025, arXiv 2509.21240, section 3.2); otherwise one fork follows each end. A node has at
+    most `max_children` children; if no node has room, a trajectory begins from scratch.
     """
 
     group_size: int

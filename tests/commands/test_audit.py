@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentenv.assembly.checks.checks import Check, CheckResult, CheckRunner
+from agentenv.base.errors import ConfigError
 from agentenv.base.types import Message, Task
 from agentenv.contract.env import Grade
 from agentenv.lab.diagnosis import audit as audits
@@ -89,6 +90,20 @@ def test_a_grader_that_changed_is_found(
     for name in failed:
         assert remedy in found[name].remedy
     assert found["regraded"].message
+
+
+@pytest.mark.parametrize(("role", "is_audited"), [("teacher", True), ("judge", False)])
+def test_a_run_whose_graders_use_a_model_is_refused(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, role: str, is_audited: bool
+) -> None:
+    roles = {role: {"url": "http://127.0.0.1:9"}}
+    read = audits.load_run_config
+    monkeypatch.setattr(audits, "load_run_config", lambda run: read(run) | {"roles": roles})
+    if is_audited:
+        assert audited(finished)["regraded"].state == "passed"
+    else:
+        with pytest.raises(ConfigError, match="roles"):
+            audited(finished)
 
 
 def test_a_jump_is_reported_with_its_step(

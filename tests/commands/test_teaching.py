@@ -165,6 +165,11 @@ BAD = {
          "roles.teacher={model='{teacher}', engine='learner'}"],
         "sampling from the whole vocabulary",
     ),
+    "gate": (
+        ["algorithm={name='distill', teach_top_k=5, teach_gate=1}",
+         "roles.teacher={model='{teacher}', engine='learner'}"],
+        "algorithm.teach_gate",
+    ),
     "temperature": (
         ["algorithm.teach=1", "roles.teacher.model={teacher}", "sampling.train.temperature=0.9"],
         "temperature 1",

@@ -3,9 +3,9 @@ become their dense advantages (agentenv/learners/algorithms/credit.py).
 
     D_t = teach * clip(log teacher(t) - log policy(t), -5, 5)
 
-Teacher and policy read the same path. On the policy's own tokens the gradient of the loss is that
-of -teach * sum_t KL(policy || teacher) over the sampled prefixes, without the effect of a token on
-later ones: the score function of the sampled token has the expected gradient of the KL.
+Teacher and policy read the same path. At ratio 1, without clip and gate, the expected gradient of
+the loss is that of teach * KL(policy || teacher), summed over the sampled prefixes, without the
+effect of a token on later ones: the score function of the sampled token has that expectation.
 
 The teacher is a model beside the policy on the learner's ranks, which score each tree packed, or
 behind an engine's server, which scores each path once from its first new token on.
