@@ -22,7 +22,7 @@ MOST = {  # lines of code, and the goal
     "core": (15_000, 15_000),
     "wheel": (58_000, 58_000),
     "tests": (58_000, 58_000),
-    "benchmarks": (5_950, 5_950),
+    "benchmarks": (6_000, 6_000),
     "tables": (2_500, 2_500),
 }
 LEAST_SHARE = 0.9  # of the function lines entered in a training

@@ -264,10 +264,10 @@ async def teacher(assembly: Assembly[TrainConfig]) -> None:
     """A teacher behind a server scores at temperature 1, over the whole vocabulary."""
     config = assembly.config
     role, top_k = config.roles.get("teacher"), config.algorithm.teach_top_k
-    hint = config.algorithm.hint
+    hint, is_server = config.algorithm.hint, role is not None and role.engine != "learner"
     if hint and not config.algorithm.teach:
         raise ConfigError(f"algorithm.hint = {hint!r} is unused: algorithm.teach is 0")
-    if hint and role is not None and role.engine != "learner":
+    if hint and is_server:
         raise ConfigError(
             'algorithm.hint: the learner scores hints; set roles.teacher.engine = "learner", or '
             "remove roles.teacher"
@@ -276,16 +276,18 @@ async def teacher(assembly: Assembly[TrainConfig]) -> None:
         load_function(hint, "algorithm.hint")
     elif hint not in ("", "sibling", "gold"):
         raise ConfigError(f"algorithm.hint = {hint!r}: expected sibling, gold or module:function")
-    if top_k and (config.sampling.is_truncated or config.learner.context_parallel > 1):
+    if hint == "sibling" and config.algorithm.group_size == 1:
+        raise ConfigError("algorithm.group_size = 1: no siblings for algorithm.hint; expected 2")
+    if (hint or top_k) and config.sampling.is_truncated:
         raise ConfigError(
-            f"algorithm.teach_top_k = {top_k} needs sampling from the whole vocabulary, and "
-            "learner.context_parallel = 1; remove it: each sampled token is compared then"
+            "sampling.train: algorithm.hint and teach_top_k need the whole vocabulary"
         )
+    if top_k and config.learner.context_parallel > 1:
+        raise ConfigError("algorithm.teach_top_k needs learner.context_parallel = 1; remove it")
     if top_k and config.algorithm.teach_gate:
         raise ConfigError("algorithm.teach_gate weights sampled tokens; remove it, or teach_top_k")
-    if role is None or role.engine == "learner":
-        return
-    if config.sampling.is_truncated or any(one != 1 for _, one in config.sampling.points):
+    is_whole = all(one == 1 for _, one in config.sampling.points)
+    if is_server and (config.sampling.is_truncated or not is_whole):
         raise ConfigError(
             "roles.teacher: a server scores at temperature 1 and over the whole vocabulary; "
             "remove temperature, top_k, top_p and min_p from sampling.train, or set engine = "
@@ -424,7 +426,7 @@ async def server_commands(assembly: RolloutAssembly[TrainConfig]) -> None:
     """The servers that the run starts can serve their models on this machine."""
     for name, launched, key in launched_servers(assembly.config):
         role = launched.model if isinstance(launched, RoleConfig) else ""
-        model = assembly.resolve(role) if role else await assembly.model()
+        model = find_checkpoint(assembly.resolve(role)) if role else await assembly.model()
         rank = 0 if role else getattr(assembly.config, "adapter_rank", 0)
         if model is not None and (model / "config.json").is_file():
             assembly.servers.check(Served(name, model, key, lora_rank=rank), launched, key)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from agentenv.assembly.run.kept import find_checkpoint
 from agentenv.assembly.serving.gpus import GpuPlan
 from agentenv.assembly.serving.server_command import command, environment, find_python, shared_cache
 from agentenv.base.deadline import cancel_all
@@ -351,7 +352,7 @@ async def start_servers(
             urls[name] = role.url.rstrip("/")
         if not role.is_launched:
             continue
-        model: Path = resolve(role.model)
+        model = find_checkpoint(resolve(role.model))
         key = read_key(role.api_key_env, f"roles.{name}.api_key_env")
         served = Served(role.engine, model, name, role.max_model_len, key=key)
         (urls[name],) = await factory.start(served, role, f"roles.{name}")

@@ -62,10 +62,8 @@ class Measured:
         for number, ((tree, _), scores) in enumerate(zip(groups, found, strict=True)):
             for node, is_mistake in failed_turns(tree):
                 if node.index in scores.sampled:
-                    gap = scores.sampled[node.index] - node.logprobs
-                    if not np.isnan(gap).all():
-                        mean = float(np.nanmean(gap))
-                        self.turns.append(Turn(self.num_updates, number, is_mistake, mean))
+                    gap = float(np.nanmean(scores.sampled[node.index] - node.logprobs))
+                    self.turns.append(Turn(self.num_updates, number, is_mistake, gap))
         self.num_updates += 1
         return found
 
@@ -132,7 +130,7 @@ def train(folder: Path, raw: dict[str, Any]) -> None:
 
 def cell(turns: Sequence[Turn], update: int) -> str:
     """The AUC at an update, with its interval over trees."""
-    own = [turn for turn in turns if turn.update == update]
+    own = [turn for turn in turns if turn.update == update and turn.gap == turn.gap]
     sign = np.array([-turn.gap for turn in own])
     mistakes = np.array([float(turn.is_mistake) for turn in own])
     low, high = interval([t.tree for t in own], lambda drawn: auc(sign[drawn], mistakes[drawn]))

@@ -196,19 +196,24 @@ class Study:
 
     def curve(self, cell: Cell, cost: str = "calls") -> Curve:
         points, cpu_s = self.known[cell]["points"], self.known[cell]["cpu_s"]
-        costs = [sum(n * one[key] for key, n in COSTS[cost].items()) for one in points]
+        costs = [
+            sum(n * one.get(key, math.nan) for key, n in COSTS[cost].items()) for one in points
+        ]
         right = [[int(bit) for bit in one["right"]] for one in points]
         calls = np.array([one["calls"] for one in points])
         return Curve(np.array(costs), np.array(right, float), calls, cpu_s)
 
-    def cost(self, task: str, arm: str, rate: float, seeds: Sequence[int]) -> float:
-        """Mean log of the calls to the levels."""
+    def cost(
+        self, task: str, arm: str, rate: float, seeds: Sequence[int], cost: str = "calls"
+    ) -> float:
+        """Mean log of the calls, or another cost, to the levels."""
         found = []
         for seed in seeds:
-            curve = self.curve(Cell(task, arm, rate, seed))
+            curve = self.curve(Cell(task, arm, rate, seed), cost)
+            most = max(float(curve.calls[-1]), self.tasks[task]["calls"])
             for level in self.plan["levels"]:
                 calls, met = calls_to(curve.calls, curve.success(), level)
-                found.append(math.log(max(calls, 1.0) if met else 2 * self.tasks[task]["calls"]))
+                found.append(math.log(max(calls, 1.0) if met else 2 * most))
         return fmean(found)
 
     def seeds(self, stage: str) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -143,7 +144,9 @@ def normalize_over_batch(
     variance = float((counts * (advantages - mean) ** 2).sum()) / max(total - 1.0, 1.0)
     scale = math.sqrt(variance) + EPSILON
     for number, paths, returns, own, _ in parts:
-        out[number] = spread(trees[number], paths, returns, (own - mean) / scale, sharing)
+        new = spread(trees[number], paths, returns, (own - mean) / scale, sharing)
+        if (old := credits[number]) is not None:
+            out[number] = replace(new, dense=old.dense, awaits_teacher=old.awaits_teacher)
     return out
 
 

@@ -100,8 +100,8 @@ class Rank:
     def sleep(self, command: wire.Sleep) -> None:
         if command.asleep and self._offloaded is None:
             reference = self.trainer.reference.weights or {}
+            self._move_teacher("cpu")  # before the cache of the allocator is emptied
             self._offloaded = OffloadedMemory(self.backend, reference, memory=self._host)
-            self._move_teacher("cpu")
         elif not command.asleep and self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None

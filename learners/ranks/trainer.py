@@ -157,7 +157,9 @@ class Trainer:
         found: list[NDArray[Any]] = [np.zeros(count), np.zeros(count), np.zeros(count, np.bool_)]
         if top_k:
             found += np.zeros((top_k, count)), np.zeros((top_k, count), np.int64)
-        for batch in self.backend.passes(self.layouts.pack(trees)):
+        batches = self.layouts.pack(trees)
+        # another policy is whole on each rank: no other rank takes part in its passes
+        for batch in self.backend.passes(batches) if other is None else batches:
             figures = self.backend.forward(batch, other, top_k or None)
             for array, values in zip(found, figures, strict=True):
                 array[..., batch.index] = values.cpu().numpy().T

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentenv.base.errors import ConfigError
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.launchers import train
@@ -72,6 +73,11 @@ def test_the_gold_follows_the_prompt() -> None:
     assert "yes" in asked[0]
 
 
+def test_a_hint_is_a_text() -> None:
+    with pytest.raises(ConfigError, match="expected a text"):
+        hinted(forked(), hints.own(lambda *_: 5, list))
+
+
 def test_copies_of_a_hint_are_counted() -> None:
     path = hints.HintedPath([1, 4, 5, 6, 0, 4, 5, 6, 6], [False] * 5 + [True] * 4, [], [4, 5, 6])
     assert copied(path) == [False, False, True, False]
@@ -126,6 +132,7 @@ def _tokenizer(warehouse: Path) -> Any:
 
 BAD = {
     "weight": (["algorithm.hint=gold"], "algorithm.teach is 0"),
+    "alone": (["algorithm={name='distill', group_size=1, hint='sibling'}"], "no siblings"),
     "name": (["algorithm={name='grpo', teach=1, hint='golden'}"], "expected sibling, gold"),
     "function": (["algorithm={name='grpo', teach=1, hint='nowhere:at_all'}"], "cannot be loaded"),
     "server": (

@@ -163,7 +163,7 @@ BAD = {
     "top k": (
         ["algorithm={name='distill', teach_top_k=5}", "sampling.train.top_k=20",
          "roles.teacher={model='{teacher}', engine='learner'}"],
-        "sampling from the whole vocabulary",
+        "need the whole vocabulary",
     ),
     "gate": (
         ["algorithm={name='distill', teach_top_k=5, teach_gate=1}",

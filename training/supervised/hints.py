@@ -16,9 +16,11 @@ else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from agentenv.base.crashes import called
+from agentenv.base.errors import ConfigError
 from agentenv.base.registry import loaded
 from agentenv.base.tree import Node, Trajectory, TrajectoryTree
 from agentenv.learners.trees.encoded_tree import trained
@@ -56,7 +58,7 @@ def sibling(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
     shares the longest part with it, from there on."""
     known, best = {node.index for node in failed.path}, (failed.reward, 0, failed.path)
     for other in tree.trajectories():
-        shared = sum(node.index in known for node in other.path)
+        shared = len([*takewhile(lambda node: node.index in known, other.path)])
         if shared and other.reward > failed.reward:
             best = max(best, (other.reward, shared, other.path), key=lambda one: one[:2])
     _, shared, path = best
@@ -82,6 +84,8 @@ def own(function: Any, encode: Encode) -> Builder:
 
     def build(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
         text = None if failed.success else called(function, tree, failed)
+        if not isinstance(text, str | None):
+            raise ConfigError(f"algorithm.hint returned {text!r}; expected a text or None")
         return PlacedHint(failed.path[0], encode(text)) if text else None
 
     return build
@@ -100,7 +104,10 @@ def builder(name: str, tokenizer: Any) -> Builder:
 
 
 def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:
-    """Every trajectory that has a hint; a shared turn is scored in the first one."""
+    """Every trajectory that has a hint; a shared turn is scored in the first one. Raises
+    ConfigError for a tree of a program."""
+    if tree.is_captured:
+        raise ConfigError("algorithm.hint: a program's turns have several contexts; remove it")
     found, seen = [], set[int]()
     for path in tree.trajectories():
         hint = build(tree, path)
@@ -119,7 +126,7 @@ def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:
             mask += [is_new and one for one in trained(node).tolist()]
             mask += [False] * len(node.observation_ids)
             ids += [*node.action_ids, *node.observation_ids]
-        if nodes:
+        if any(mask):
             found.append(HintedPath(ids, mask, nodes, hint.ids))
     return found
 

@@ -259,9 +259,9 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
     with reported_as(ConfigError, "roles.teacher", EngineError, ConfigError, ValueError, end=end):
         found = await server.connect(partial(parts.tokenizer.encode, add_special_tokens=False))
     needed = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-    if found < needed:
+    if found <= needed:
         raise ConfigError(
             f"roles.teacher: its server reads {found} tokens, prompt and response have up to "
-            f"{needed}; raise roles.teacher.max_model_len"
+            f"{needed}, and it writes one more; raise roles.teacher.max_model_len"
         )
     return Teaching(config, OnServer(server, top_k))

@@ -15,6 +15,7 @@ from agentenv.text.endpoint import Models
 
 Rows = list[dict[int, float]]  # of each token, by id: log-probs, nats
 SAMPLE = "A teacher reads 12,345 tokens: \u00e9, \u6f22\u5b57, <tool> and\n\tblanks."
+CALL_S = 600.0  # of a request, which may wait for others
 Triple = tuple[float | None, int, str | None]
 
 
@@ -80,7 +81,7 @@ class ScoringServer:
     """A server of `engine`, vllm or sglang, that only scores."""
 
     def __init__(self, engine: str, url: str, api_key: str = "") -> None:
-        self._http = ServerClient(url, api_key=api_key, wait_s=600.0, fresh_posts=True)
+        self._http = ServerClient(url, api_key=api_key, call_s=CALL_S, fresh_posts=True)
         self._score, self._model = (by_vllm if engine == "vllm" else by_sglang), ""
         self.name = self._http.name
 
