@@ -199,7 +199,7 @@ class Study:
         costs = [
             sum(n * one.get(key, math.nan) for key, n in COSTS[cost].items()) for one in points
         ]
-        right = [[int(bit) for bit in one["right"]] for one in points]
+        right = [np.frombuffer(one["right"].encode(), np.uint8) - ord("0") for one in points]
         calls = np.array([one["calls"] for one in points])
         return Curve(np.array(costs), np.array(right, float), calls, cpu_s)
 
