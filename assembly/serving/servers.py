@@ -352,7 +352,7 @@ async def start_servers(
             urls[name] = role.url.rstrip("/")
         if not role.is_launched:
             continue
-        model = find_checkpoint(resolve(role.model))
+        model = await in_thread(find_checkpoint, resolve(role.model))
         key = read_key(role.api_key_env, f"roles.{name}.api_key_env")
         served = Served(role.engine, model, name, role.max_model_len, key=key)
         (urls[name],) = await factory.start(served, role, f"roles.{name}")

@@ -59,7 +59,7 @@ class Findings:
     def best(self, cost: str) -> Setting:
         """The GRPO of the least cost on the seeds of c."""
         seeds = self.stages["c"]
-        return min(self.grpo, key=lambda one: self.study.cost(self.task, *one, seeds, cost))
+        return min(self.grpo, key=lambda o: self.study.cost(self.task, o[0], o[1], seeds, cost))
 
     def alike(self, one: Setting) -> Setting:
         """GRPO with the questions and the rate of an arm."""

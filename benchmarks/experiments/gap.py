@@ -25,6 +25,7 @@ import numpy as np
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.lab.diagnosis.signs import auc, interval
 from agentenv.learners.algorithms.credit import CreditedTree
+from agentenv.learners.keys import Metrics
 from agentenv.training.supervised.teaching import Scores, Scoring, Teaching
 from benchmarks.experiments import lockstep
 from benchmarks.experiments.algorithms import configuration
@@ -52,10 +53,7 @@ class Measured:
 
     def __init__(self, teacher: Scoring, turns: list[Turn]) -> None:
         self.teacher, self.turns, self.num_updates = teacher, turns, 0
-
-    @property
-    def figures(self) -> Any:
-        return self.teacher.figures
+        self.figures: Metrics = {}
 
     async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
         found = await self.teacher.score(groups)
@@ -65,6 +63,7 @@ class Measured:
                     gap = float(np.nanmean(scores.sampled[node.index] - node.logprobs))
                     self.turns.append(Turn(self.num_updates, number, is_mistake, gap))
         self.num_updates += 1
+        self.figures = self.teacher.figures
         return found
 
 
