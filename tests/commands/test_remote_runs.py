@@ -179,12 +179,13 @@ def test_a_teacher_that_is_lost_ends_the_run_which_resumes_with_another(
     monkeypatch.setattr(teaching, "NUM_RETRIES", 1)
     monkeypatch.setattr(Teaching, "teach", lost)
     keys = [str(warehouse), "engine.name=embedded", "run.name=lost", "train.num_steps=3"]
-    keys += ["algorithm.name=distill", "checkpoint.every=1", "limits.max_response_tokens=40"]
+    keys += ["algorithm.name=distill", "checkpoint.every=0", "limits.max_response_tokens=40"]
     try:
         for server in servers:
             server.wait_ready()
         assert train.main([*keys, f"roles.teacher.url={servers[0].url}"]) == 1
         assert f"{servers[0].url} is lost" in " ".join(capsys.readouterr().err.split())
+        assert (warehouse.parent / "runs/lost/checkpoints/step-000001").is_dir()
         assert train.main([*keys, f"roles.teacher.url={servers[1].url}", "--resume"]) == 0
     finally:
         for server in servers:

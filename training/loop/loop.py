@@ -127,7 +127,8 @@ class Loop:
         return batch
 
     async def credit(self, batch: StepBatch) -> None:
-        """Check the parity of engine and learner, and choose the trees to train, with credit."""
+        """Check the parity of engine and learner, and choose the trees to train, with credit, also
+        a teacher's."""
         self.feeder.note(Leased(self.state.step, [tree.index for tree in batch.delivered]))
         with self.watch.part("parity"):
             batch.metrics |= await self.parity.check()
@@ -135,6 +136,9 @@ class Loop:
         self.batches.settle(batch)
         if not self.config.engine.reports_entropies:
             forget_entropies(batch.delivered)
+        if self.teacher is not None and batch.trained:  # if it is lost, nothing has moved
+            batch.trained, found = await self.teacher.teach(batch.trained)
+            batch.metrics |= found
 
     async def update(self, batch: StepBatch) -> None:
         """Train on the batch. A round of the self-critic changes the weights before the update and
@@ -142,9 +146,6 @@ class Loop:
         state = self.state
         if self.critic is not None and batch.answers is not None:
             batch.metrics |= await self.critic.learn(state.step, batch.answers)
-        if self.teacher is not None and batch.trained:
-            batch.trained, found = await self.teacher.teach(batch.trained)
-            batch.metrics |= found
         if batch.trained:
             batch.metrics |= await self._train(batch)
         try:
