@@ -53,6 +53,10 @@ class HintedPath(NamedTuple):
         return self.nodes[0].temperature
 
 
+def tokens(nodes: Sequence[Node]) -> list[int]:
+    return [one for node in nodes for one in (*node.action_ids, *node.observation_ids)]
+
+
 def sibling(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
     """Of the trajectories with the highest return, which is above the failed one's, that which
     shares the longest part with it, from there on."""
@@ -64,8 +68,7 @@ def sibling(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
     _, shared, path = best
     if path is failed.path:
         return None
-    rest = [one for node in path[shared:] for one in (*node.action_ids, *node.observation_ids)]
-    return PlacedHint(path[shared - 1], rest)
+    return PlacedHint(path[shared - 1], tokens(path[shared:]))
 
 
 def gold(encode: Encode) -> Builder:
@@ -104,20 +107,17 @@ def builder(name: str, tokenizer: Any) -> Builder:
 
 
 def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:
-    """Every trajectory that has a hint; a shared turn is scored in the first one. Raises
-    ConfigError for a tree of a program."""
+    """Every trajectory that has a hint. A shared turn is scored in the first one, and not at all if
+    a trajectory without a hint has it. Raises ConfigError for a tree of a program."""
     if tree.is_captured:
         raise ConfigError("algorithm.hint: a program's turns have several contexts; remove it")
-    found, seen = [], set[int]()
-    for path in tree.trajectories():
-        hint = build(tree, path)
+    given = [(path, build(tree, path)) for path in tree.trajectories()]
+    found, seen = [], {n.index for path, hint in given if hint is None for n in path.path}
+    for path, hint in given:
         if hint is None or not hint.ids:
             continue
         place = next(n for n, node in enumerate(path.path) if node is hint.place)
-        ids = [
-            t for node in path.path[: place + 1] for t in (*node.action_ids, *node.observation_ids)
-        ]
-        ids += [*hint.ids, *hint.place.observation_ids]
+        ids = [*tokens(path.path[: place + 1]), *hint.ids, *hint.place.observation_ids]
         mask, nodes = [False] * len(ids), []
         for node in path.path[place + 1 :]:
             is_new = node.index not in seen
