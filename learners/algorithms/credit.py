@@ -146,7 +146,10 @@ def credit_of(algorithm: Any, tree: TrajectoryTree) -> TreeCredit | None:
                 f"of {len(tree.nodes)} nodes, for tree {tree.index}"
             )
     if found is not None and algorithm.teach:
-        found = replace(found, awaits_teacher=True)
+        # of equal returns, none has a better sibling
+        returns = found.returns[~np.isnan(found.returns)]
+        waits = algorithm.hint != "sibling" or not are_equal(returns)
+        found = replace(found, awaits_teacher=waits)
     for index, values in found.dense.items() if found is not None else ():
         size = len(tree.nodes[index].action_ids)
         if np.shape(values) != (size,) or not np.isfinite(values).all():

@@ -12,12 +12,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentenv.base.errors import ConfigError
+from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import Node, TrajectoryTree
 from agentenv.base.types import Task
 from agentenv.launchers import train
+from agentenv.learners.algorithms.credit import credit_of
+from agentenv.learners.algorithms.distill import Distill
 from agentenv.rollout.archive import ARCHIVE
 from agentenv.rollout.archive_reader import readable_steps
-from agentenv.training.supervised import hints
+from agentenv.training.supervised import hints, teaching
 from agentenv.training.supervised.hints import copied, gold, hinted, sibling
 from tests.support.runs import rows_of
 
@@ -57,8 +60,11 @@ def test_a_siblings_hint_begins_where_the_paths_part() -> None:
     assert scored == [[8, 9], [9, 9], [8]], "a shared turn once, no token of a hint"
     assert [[node.index for node in path.nodes] for path in found] == [[3, 4], [5], [6]]
     assert not any(copied(found[0]))
+    algorithm = Distill(group_size=4, hint="sibling")
+    assert credit_of(algorithm, tree).has_signal
     tree.nodes[2].reward = 0.0
     assert hinted(tree, sibling) == []  # no return is better than another
+    assert not credit_of(algorithm, tree).has_signal
 
 
 def test_the_gold_follows_the_prompt() -> None:
@@ -103,12 +109,10 @@ def test_only_the_teacher_reads_hints(warehouse: Path, hint: str) -> None:
     assert train.main([str(warehouse), *keys, f"run.name={name}"]) == 0
     run = warehouse.parent / "runs" / name
     row = next(one for one in rows_of(run) if "teacher/hinted" in one)
-    assert row["teacher/hinted"] > 0
-    assert row["teacher/hints_too_long"] == 0
+    assert row["teacher/hinted"] > 0 == row["teacher/hints_too_long"]
     model = AutoModelForCausalLM.from_pretrained(warehouse.parent / "model")
-    gaps, build = [], hints.builder(hint, _tokenizer(warehouse))
-    (step, *_) = readable_steps(run / ARCHIVE, print)
-    for kept in step.trees():
+    gaps, build = [], hints.builder(hint, load_tokenizer(warehouse.parent / "model"))
+    for kept in next(iter(readable_steps(run / ARCHIVE, print))).trees():
         whole = [one for node in kept.tree.nodes for one in node.observation_ids]
         for path in hinted(kept.tree, build):
             with torch.no_grad():
@@ -123,12 +127,6 @@ def test_only_the_teacher_reads_hints(warehouse: Path, hint: str) -> None:
             for own in filter(None, (build(kept.tree, one) for one in kept.tree.trajectories())):
                 assert " ".join(map(str, own.ids)) not in text
     assert row["teacher/gap"] == pytest.approx(np.mean(gaps), abs=1e-4)
-
-
-def _tokenizer(warehouse: Path) -> Any:
-    from agentenv.base.model_files import load_tokenizer
-
-    return load_tokenizer(warehouse.parent / "model")
 
 
 BAD = {
@@ -156,8 +154,6 @@ def test_a_hint_that_cannot_be_used_is_refused(
 def test_a_hint_beyond_the_context_is_left_out_and_counted(
     warehouse: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from agentenv.training.supervised import teaching
-
     monkeypatch.setattr(teaching, "num_positions", lambda config: 20)
     keys = [one.replace("HINT", "gold") for one in KEYS]
     assert train.main([str(warehouse), *keys, "run.name=hinted-long"]) == 0
