@@ -11,10 +11,8 @@ from agentenv.rollout.metrics import MeanCurve
 EVEN = 0.1  # of the mean place of the surprise, from the middle (0: the first turn, 1: the last)
 MOST_SHOWN = 8
 LONG = 8  # turns of the tasks in which forks of failed groups saved tool calls
-PLANS = {
-    True: "GRPO, groups of 4; rescue needed 0.85 [0.74, 0.98] of its tool calls in a study",
-    False: "GRPO, groups of 4; no forks were found to save tool calls in trajectories so short",
-}
+FOR_LONG = "GRPO, groups of 4; rescue needed 0.85 [0.74, 0.98] of its tool calls in a study"
+FOR_SHORT = "GRPO, groups of 4; no forks were found to save tool calls in trajectories so short"
 
 
 def surprise(node: Node) -> float:
@@ -55,9 +53,7 @@ def unlearned_lines(curve: MeanCurve) -> list[str]:
     """For terminal and log: the profile, and the plan that suits it; none without a profile."""
     if not (found := profile(curve)):
         return []
-    means = ", ".join(f"{mean:.2f}" for mean in curve.mean[:MOST_SHOWN])
-    more = ", ..." if len(curve.mean) > MOST_SHOWN else ""
-    where = {"early": "the early ones", "late": "the late ones", "even": "all alike"}[found]
-    text = "unlearned turns: {}; nats of surprise in trees with a failure, by turn: {}"
-    plan = PLANS[len(reached(curve)) >= LONG]
-    return [text.format(where, means + more), f"plan for such turns: {plan} (docs/experiments.md)"]
+    shown = [f"{m:.2f}" for m in curve.mean[:MOST_SHOWN]] + ["..."] * (len(curve.mean) > MOST_SHOWN)
+    first = f"unlearned turns: {found}; nats of surprise in trees with a failure, by turn: "
+    plan = FOR_LONG if len(reached(curve)) >= LONG else FOR_SHORT
+    return [first + ", ".join(shown), f"plan for such turns: {plan} (docs/experiments.md)"]

@@ -279,9 +279,7 @@ async def teacher(assembly: Assembly[TrainConfig]) -> None:
     if hint == "sibling" and config.algorithm.group_size == 1:
         raise ConfigError("algorithm.group_size = 1: no siblings for algorithm.hint; expected 2")
     if (hint or top_k) and config.sampling.is_truncated:
-        raise ConfigError(
-            "sampling.train: algorithm.hint and teach_top_k need the whole vocabulary"
-        )
+        raise ConfigError("sampling.train: hint and teach_top_k need the whole vocabulary")
     if top_k and config.learner.context_parallel > 1:
         raise ConfigError("algorithm.teach_top_k needs learner.context_parallel = 1; remove it")
     if top_k and config.algorithm.teach_gate:

@@ -132,7 +132,7 @@ def normalize_over_batch(
             paths = [tree.history(tree.nodes[leaf]) for leaf in leaves.tolist()]
             lengths = [sum(len(node.action_ids) for node in path) for path in paths]
             figures = credit.returns[leaves], credit.advantages[leaves], lengths
-            parts.append((number, paths, *figures))
+            parts.append((number, credit, paths, *figures))
     if not parts:
         return out
     advantages = np.concatenate([own for *_, own, _ in parts])
@@ -143,10 +143,9 @@ def normalize_over_batch(
         mean = 0.0
     variance = float((counts * (advantages - mean) ** 2).sum()) / max(total - 1.0, 1.0)
     scale = math.sqrt(variance) + EPSILON
-    for number, paths, returns, own, _ in parts:
+    for number, old, paths, returns, own, _ in parts:
         new = spread(trees[number], paths, returns, (own - mean) / scale, sharing)
-        if (old := credits[number]) is not None:
-            out[number] = replace(new, dense=old.dense, awaits_teacher=old.awaits_teacher)
+        out[number] = replace(new, dense=old.dense, awaits_teacher=old.awaits_teacher)
     return out
 
 

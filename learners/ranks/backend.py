@@ -134,9 +134,13 @@ class RankBackend:
         """The values of all replicas, whose ranks have equal values; collective over all ranks."""
         return self.gather(value)[:: self.config.context_parallel]
 
-    def passes(self, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+    def passes(
+        self, batches: Sequence[MicroBatch], num_others: int = 0, **used: bool
+    ) -> Iterator[MicroBatch]:
         """The batches, followed by empty ones: where all ranks must run equally many passes, and
-        one for training without a batch, so that a step has gradients of 0 instead of none.
+        one for training without a batch, so that a step has gradients of 0 instead of none. Ranks
+        must agree on the outputs with a gradient: log-probs of `num_others` ids, `entropies`, and
+        the loss of the `router`.
 
         Inside torch.no_grad() only forward passes are counted.
         """
@@ -144,9 +148,14 @@ class RankBackend:
         count = self._num_passes(len(batches), train)
         yield from batches
         for _ in range(count - len(batches)):
-            logprobs, _, _ = self.forward(empty_batch())
+            others = torch.zeros((1, num_others), dtype=torch.int64, device=self.device)
+            outputs = self.forward(empty_batch(), others=others if num_others else None)
             if train:
-                self.backward(0.0 * logprobs.sum())
+                found = [outputs[n] for n in (0, *([1] * used.get("entropies", False)))]
+                found += outputs[3:4]
+                if used.get("router") and self.policy.router_loss is not None:
+                    found.append(self.policy.router_loss)
+                self.backward(0.0 * torch.cat([one.flatten() for one in found]).sum())
 
     def _num_passes(self, count: int, train: bool) -> int:
         """The number of passes of this rank: at least `count`, and at least one if it trains."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from agentenv.base.crashes import called
 from agentenv.learners.algorithms.algorithm import Algorithm
-from agentenv.learners.algorithms.credit import Floats
+from agentenv.learners.algorithms.credit import Floats, Taught
 from agentenv.learners.keys import Agreement, LearnerConfig, Metrics, Score
 from agentenv.learners.ranks.backend import RankBackend
 from agentenv.learners.ranks.saved_checkpoint import Reference
@@ -128,7 +128,7 @@ class Trainer:
         with self.layouts.update(sequences):
             batches = self.layouts.pack(sequences)
             num_computed = self._num_computed(batches)
-            for batch in self.backend.passes(batches):
+            for batch in self.backend.passes(batches, router=self.config.router_loss > 0):
                 logprobs, _, _ = self.backend.forward(batch)
                 picked = torch.from_numpy(weight[batch.index]).to(logprobs)
                 loss = -(picked * logprobs).sum() / total
@@ -211,8 +211,12 @@ class Trainer:
         parts: list[Metrics] = [{"loss": 0.0, "num_computed_tokens": 0.0}]
         batches = self.layouts.pack(computed(minibatch.trees))
         num_computed = self._num_computed(batches)
-        for batch in self.backend.passes(batches):
-            others, known = None, minibatch.tokens.taught
+        rules, tokens, router = self.algorithm, minibatch.tokens, self.config.router_loss > 0
+        if (width := rules.teach_top_k) and tokens.taught is None:
+            tokens.taught = Taught.unknown(len(tokens.behavior), width)
+        used = {"entropies": rules.entropy_bonus > 0, "router": router}
+        for batch in self.backend.passes(batches, width, **used):
+            others, known = None, tokens.taught
             if known is not None:
                 others = torch.from_numpy(known.ids[batch.index]).to(self.backend.device)
             logprobs, entropies, _, *taught = self.backend.forward(batch, others=others)

@@ -74,7 +74,7 @@ def test_the_gold_follows_the_prompt() -> None:
         asked.append(text)
         return [7, 8, 9]
 
-    found = hinted(forked(), gold(encode))
+    found = hinted(forked(), hints.own(gold, encode))
     assert found[0].ids == [1, 2, 7, 8, 9, 1, 2, 3, 4, 5, 8, 5, 9]
     assert "yes" in asked[0]
     assert sum(found[0].mask) == 2, "not the turn that a right trajectory shares"

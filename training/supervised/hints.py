@@ -16,6 +16,7 @@ else.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -48,10 +49,6 @@ class HintedPath(NamedTuple):
     nodes: list[Node]
     hint: Sequence[int]
 
-    @property
-    def temperature(self) -> float:
-        return self.nodes[0].temperature
-
 
 def tokens(nodes: Sequence[Node]) -> list[int]:
     return [one for node in nodes for one in (*node.action_ids, *node.observation_ids)]
@@ -71,15 +68,9 @@ def sibling(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
     return PlacedHint(path[shared - 1], tokens(path[shared:]))
 
 
-def gold(encode: Encode) -> Builder:
-    """The row's answer, after the prompt."""
-
-    def build(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
-        if failed.success or not tree.task.answers:
-            return None
-        return PlacedHint(failed.path[0], encode(f" The answer is {tree.task.answers[0]}. "))
-
-    return build
+def gold(tree: TrajectoryTree, failed: Trajectory) -> str | None:
+    """The row's answer."""
+    return f" The answer is {tree.task.answers[0]}. " if tree.task.answers else None
 
 
 def own(function: Any, encode: Encode) -> Builder:
@@ -97,13 +88,10 @@ def own(function: Any, encode: Encode) -> Builder:
 def builder(name: str, tokenizer: Any) -> Builder:
     """The builder of `algorithm.hint`. Raises ConfigError for a function that cannot be loaded."""
 
-    def encode(text: str) -> Sequence[int]:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     if name == "sibling":
         return sibling
-    return gold(encode) if name == "gold" else own(loaded(name), encode)
+    return own(gold if name == "gold" else loaded(name), encode)
 
 
 def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:

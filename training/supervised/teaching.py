@@ -178,7 +178,7 @@ class WithHints:
             text = "%d hints are left out (teacher/hints_too_long): with one, a trajectory exceeds "
             text += "the model's %d tokens; shorten the hint, or lower limits.max_response_tokens"
             logger.warning(text, num_long, self.most, extra=SHOWN)
-        sequences = [encode_sequence(one.ids, one.mask, one.temperature) for one in chosen]
+        sequences = [encode_sequence(one.ids, one.mask, one.nodes[0].temperature) for one in chosen]
         scores = iter(
             await self.learner.score(sequences, by_teacher=self.by_teacher, top_k=self.top_k)
         )
@@ -247,9 +247,8 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
     top_k = config.algorithm.teach_top_k
     if hint:
         most = num_positions(read_model_config(parts.model)) or sys.maxsize
-        own = role is not None, top_k
-        scorer = WithHints(parts.learner, builder(hint, parts.tokenizer), most, *own)
-        return Teaching(config, scorer)
+        build = builder(hint, parts.tokenizer)
+        return Teaching(config, WithHints(parts.learner, build, most, role is not None, top_k))
     if role is None or role.engine == "learner":
         return Teaching(config, OnRanks(parts.learner, top_k))
     key = read_key(role.api_key_env, "roles.teacher.api_key_env")
