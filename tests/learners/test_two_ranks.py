@@ -57,7 +57,7 @@ from tests.learners.trees import credited, credits_of, level
 pytestmark = [pytest.mark.heavy, pytest.mark.asyncio(loop_scope="module")]
 
 SEQUENCES_CLIPPED = GSPO(group_size=4, clip_low=0.1, clip_high=0.1, kl_reward=0.1)
-KL = ARPO(group_size=4, importance_cap=1e9, kl_loss=0.3, kl_reward=0.05)
+KL = ARPO(group_size=4, importance_cap=1e9, kl_loss=0.3, kl_reward=0.05, entropy_bonus=0.01)
 # Matrices are cut and norms stay whole on every rank, as in a large model.
 CUT = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}}
 SEQUENCES = [encode_sequence([1, 2, 3, i], [False, True, True, True]) for i in range(9, 4, -1)]
@@ -180,7 +180,7 @@ async def test_two_ranks_equal_one(name: str, team: Team, model_dir: Path, tmp_p
         metrics, expected = await both.update(trees)
         assert_equal(metrics, expected)
         await both.assert_equal_weights(f"updated-{number}", publish=number == 2)
-    assert not algorithm.kl_loss or abs(metrics["kl_to_reference"]) > 1e-2
+    assert not algorithm.kl_loss or abs(metrics["kl_to_reference"]) > 5e-3
     learner, one = both.learner, both.one
     for rows in ([LONG, *SEQUENCES], SEQUENCES[:1]):
         metrics, expected = await learner.imitate(rows), one.trainer.imitate(rows, 1.0)
