@@ -16,30 +16,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from scipy.special import expit
 
 from agentenv.assembly.keys.rl import TrainConfig
+from agentenv.base.deadline import cancel_all
 from agentenv.base.errors import SHOWN, ConfigError, EngineError, reported_as
 from agentenv.base.model_files import num_positions, read_model_config
 from agentenv.base.offload import in_thread
 from agentenv.base.retries import retried
-from agentenv.base.tree import Node, TrajectoryTree
+from agentenv.base.tree import Node
 from agentenv.contract.server_config import TEACHER, read_key
 from agentenv.engines.remote.scoring import ScoringServer
-from agentenv.learners.algorithms.credit import CreditedTree, Floats, Taught, TreeCredit
+from agentenv.learners.algorithms.credit import CreditedTree, Floats, Taught
 from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.ranks.learner import DeepSpeedLearner
 from agentenv.learners.trees.encoded_tree import encode, encode_sequence, encoded_nodes, trained
 from agentenv.training.loop.parts import Parts
-from agentenv.training.supervised.hints import Builder, builder, copied, hinted
+from agentenv.training.supervised.hints import Builder, builder, copied, hinted, tokens
 
 logger = logging.getLogger(__name__)
 
@@ -105,25 +106,29 @@ class OnServer:
         self._slots = asyncio.Semaphore(MOST_REQUESTS)
 
     async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
-        return await asyncio.gather(*(self._tree(*group) for group in groups))
+        found = [Scores({}, {}) for _ in groups]
+        pairs = zip(groups, found, strict=True)
+        tasks = [asyncio.create_task(path) for one, own in pairs for path in self._paths(one, own)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await cancel_all(tasks)
+        return found
 
-    async def _tree(self, tree: TrajectoryTree, credit: TreeCredit) -> Scores:
-        nodes = encoded_nodes(tree, credit)
-        inner, found, tasks = {node.parent for node in nodes}, Scores({}, {}), []
+    def _paths(self, group: CreditedTree, found: Scores) -> Iterator[Coroutine[Any, Any, None]]:
+        tree, nodes = group[0], encoded_nodes(*group)
+        inner = {node.parent for node in nodes}
         for leaf in (node for node in nodes if node.index not in inner):
             path = tree.path(leaf)
             new = [node for node in path if node.index not in found.sampled and node.action_ids]
             found.sampled.update((node.index, np.zeros(0)) for node in new)
-            tasks.append(self._path(path, new, found))
-        await asyncio.gather(*tasks)
-        return found
+            yield self._path(path, new, found)
 
     async def _path(self, path: Sequence[Node], new: Sequence[Node], found: Scores) -> None:
         """Score the tokens of new nodes, the last ones of a path."""
         if not new:
             return
-        ids = [one for node in path for one in (*node.action_ids, *node.observation_ids)]
-        ids = ids[: len(ids) - len(path[-1].observation_ids)]
+        ids = [*tokens(path[:-1]), *path[-1].action_ids]
         sizes = [len(node.action_ids) + len(node.observation_ids) for node in path]
         starts = dict(zip((node.index for node in path), np.cumsum([0, *sizes]), strict=False))
         first = int(starts[new[0].index])
