@@ -151,8 +151,7 @@ class RankBackend:
             others = torch.zeros((1, num_others), dtype=torch.int64, device=self.device)
             outputs = self.forward(empty_batch(), others=others if num_others else None)
             if train:
-                found = [outputs[n] for n in (0, *([1] * used.get("entropies", False)))]
-                found += outputs[3:4]
+                found = [*outputs[: 1 + used.get("entropies", False)], *outputs[3:4]]
                 if used.get("router") and self.policy.router_loss is not None:
                     found.append(self.policy.router_loss)
                 self.backward(0.0 * torch.cat([one.flatten() for one in found]).sum())
