@@ -17,6 +17,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from agentenv.envs.quickstart.setup import build_model
 from tests.support import cpu_times, forkserver
 
 # Threads that wait by spinning take the processors from the other worker of the tests.
@@ -31,6 +32,13 @@ settings.load_profile("short")
 # too; like this they get them as they do in a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session")
+def quickstart_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model of the quick start; nothing is written into it."""
+    build_model(folder := tmp_path_factory.mktemp("built"), seed=0)
+    return folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

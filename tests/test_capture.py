@@ -35,7 +35,7 @@ from agentenv.endpoint.messages import Given, ServedCall, alteration, in_order
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.embedded.engine import EmbeddedEngine
 from agentenv.engines.scripted import Script, ScriptedConfig, ScriptedEngine
-from agentenv.envs.quickstart.setup import build_model, build_tokenizer
+from agentenv.envs.quickstart.setup import build_tokenizer
 from agentenv.learners.algorithms.arpo import ARPO
 from agentenv.learners.algorithms.credit import TreeCredit, tree_credit
 from agentenv.learners.trees.encoded_tree import encode
@@ -172,11 +172,10 @@ async def three_times(client: Client) -> float:
     return 4.0
 
 
-def test_the_tree_is_that_of_the_embedded_engine_too(tmp_path: Path) -> None:
+def test_the_tree_is_that_of_the_embedded_engine_too(quickstart_model: Path) -> None:
     """One request at a time: batches change the last bits of results."""
-    build_model(tmp_path, seed=0)
-    keys: dict[str, Any] = {"model": tmp_path, "stop": tuple("aeiou"), "max_response_tokens": 900}
-    keys["max_prompt_tokens"] = 100
+    keys: dict[str, Any] = {"model": quickstart_model, "stop": tuple("aeiou")}
+    keys |= {"max_response_tokens": 900, "max_prompt_tokens": 100}
     own = grown(cast(Any, ThreeTimes), **keys)
     other = grown(lambda task: ProgramEnv(task, three_times), **keys)
     assert len(own.nodes) == 5

@@ -383,9 +383,7 @@ async def test_a_full_disk_is_a_one_line_error_and_leaves_no_partial_frame(
     size, write = path.stat().st_size, os.write
 
     def half(descriptor: int, data: memoryview) -> int:
-        if len(data) > 20:
-            return write(descriptor, data[:20])
-        return cast(int, full())
+        return write(descriptor, data[:20]) if len(data) > 20 else cast(int, full())
 
     monkeypatch.setattr(os, "write", half)
     written.append(Leased(1, [1]))

@@ -20,7 +20,6 @@ from agentenv.engines.embedded.weights import read_architecture
 from agentenv.engines.openai import OpenAIConfig, TokensEngine, _sglang_body
 from agentenv.engines.pool.turn import PooledTurn
 from agentenv.engines.scripted import ScriptedConfig, ScriptedEngine
-from agentenv.envs.quickstart.setup import build_model
 from agentenv.text.prompt import PromptConfig
 from agentenv.text.renderer import TagRenderer
 from agentenv.training.supervised.dialogues import Dialogue
@@ -67,16 +66,9 @@ class Model:
         path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ends") / "model"
-    build_model(folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-def model(built: Path, tmp_path: Path) -> Model:
-    return Model(Path(shutil.copytree(built, tmp_path / "model")))
+def model(quickstart_model: Path, tmp_path: Path) -> Model:
+    return Model(Path(shutil.copytree(quickstart_model, tmp_path / "model")))
 
 
 def ids_of(model: Model) -> tuple[int, int, int]:

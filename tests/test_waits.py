@@ -19,7 +19,7 @@ import ast
 import pytest
 
 from tests.support.sources import texts
-from tests.test_loop_disk import name_of
+from tests.test_loop_disk import check_allowed, name_of
 
 SOCKETS = {"sock_recv", "sock_recv_into", "sock_sendall", "sock_accept", "sock_connect"}
 SOCKETS |= {"readexactly", "readuntil", "readline", "drain", "wait_closed", "open_connection"}
@@ -146,9 +146,7 @@ def _is_wait(call: ast.Call) -> bool:
         return text.startswith("subprocess.")
     if name == "ClientTimeout":
         return "total=None" in text and "sock_read=" not in text
-    if name == "connect":
-        return text.startswith("sqlite3.")
-    return name in OUTSIDE
+    return text.startswith("sqlite3.") if name == "connect" else name in OUTSIDE
 
 
 class _Walk(ast.NodeVisitor):
@@ -211,9 +209,7 @@ def test_every_wait_for_something_outside_has_a_deadline() -> None:
         for name, text in texts().items()
         for function, call in waits_in(text)
     }
-    unbounded = sorted(found - ALLOWED.keys())
-    assert not unbounded, f"give it a deadline, or say in ALLOWED who bounds it: {unbounded}"
-    assert found == ALLOWED.keys()  # nothing is allowed that is not there
+    check_allowed(found, {*ALLOWED}, "give it a deadline, or say in ALLOWED who bounds it")
 
 
 @pytest.mark.parametrize(

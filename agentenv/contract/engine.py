@@ -257,13 +257,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return num_positions(model_config)
 
 
-def check_context(limits: Limits, max_model_len: int) -> None:
-    """Reject limits that exceed the engine's context."""
+def check_context(limits: Limits, max_model_len: int, reader: str = "the engine") -> None:
+    """Reject limits that exceed the reader's context."""
     needed = limits.max_prompt_tokens + limits.max_response_tokens
     if needed > max_model_len:
         raise ConfigError(
             f"limits: max_prompt_tokens {limits.max_prompt_tokens} + max_response_tokens "
-            f"{limits.max_response_tokens} = {needed} exceed the engine's context of "
+            f"{limits.max_response_tokens} = {needed} exceed {reader}'s context of "
             f"{max_model_len} tokens; lower them, or choose an engine and a model with a longer "
             "context"
         )

@@ -109,9 +109,7 @@ class HttpSession:
         found = self._proxies.get(url.scheme.replace("ws", "http"))
         host = url.host or ""
         is_here = is_loopback(host) or host.endswith(".localhost")
-        if not found or is_here or proxy_bypass(f"{host}:{url.port}"):
-            return None
-        return found
+        return None if not found or is_here or proxy_bypass(f"{host}:{url.port}") else found
 
 
 def proxies() -> dict[str, str]:

@@ -166,10 +166,6 @@ class RoleConfig(LaunchConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def __post_init__(self) -> None:
         check_key(self.host, has_key=bool(self.api_key_env))
-        if bool(self.url) == bool(self.model):
-            raise ConfigError("roles.NAME: set exactly one of url and model")
-        if self.engine == "learner" and self.url:
-            raise ConfigError("roles.teacher: the learner loads a model; expected no url")
 
     @property
     def is_launched(self) -> bool:

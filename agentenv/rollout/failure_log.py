@@ -52,9 +52,8 @@ def kind_of(error: Exception) -> str:
     """The name of a failure in trees, rows and metrics."""
     if isinstance(error, CancelledRolloutError):
         return CANCELLED
-    if isinstance(error, GraderError):  # any subclass: the episode can be graded again
-        return GraderError.__name__
-    return type(error).__name__
+    # after any GraderError the episode can be graded again
+    return GraderError.__name__ if isinstance(error, GraderError) else type(error).__name__
 
 
 def failure_of(error: Exception, task: Task, action: Message | None = None) -> Failure:

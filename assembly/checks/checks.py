@@ -176,9 +176,7 @@ START: tuple[Check, ...] = (
     Check("time-outs", "configuration", TRAIN, start_checks.time_outs, NOTHING),
     Check("algorithm", "configuration", TRAIN, start_checks.algorithm, NOTHING),
     Check("cold start and renderer", "configuration", TRAIN, start_checks.demonstrations, NOTHING),
-    Check(
-        "names of evaluation sets", "configuration", TRAIN, start_checks.evaluation_sets, NOTHING
-    ),
+    Check("evaluation sets", "configuration", TRAIN, start_checks.evaluation_sets, NOTHING),
     Check("adapter", "configuration", TRAIN, start_checks.adapter, NOTHING),
     Check("helpers", "configuration", EVALUATE, start_checks.helpers, NOTHING),
     Check("roles", "configuration", SAMPLING, start_checks.roles, NOTHING),
@@ -199,6 +197,7 @@ START: tuple[Check, ...] = (
     Check("teacher's tokens", "model", TRAIN, start_checks.teacher_tokens, MODEL),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
     Check("model", "model", ALL, part("tokenizer"), MODEL),
+    Check("teacher's server", "model", TRAIN, start_checks.teacher_server, remote=True),
     Check("context", "model", SAMPLING, start_checks.context, MODEL),
     Check("models of servers", "model", SAMPLING, start_checks.server_commands, MODEL | MACHINE),
     # the renderer can write the prompts of this model
@@ -216,14 +215,8 @@ START: tuple[Check, ...] = (
     # the environment of each set begins an episode
     Check(EPISODES, "parts", SAMPLING, part("episodes"), ENV),
     Check("callable tools", "parts", SAMPLING, start_checks.callable_tools, PROMPT, after=EPISODES),
-    Check(
-        "special tokens in results",
-        "parts",
-        SAMPLING,
-        start_checks.control_tokens,
-        PROMPT,
-        after=EPISODES,
-    ),
+    Check("hints", "parts", TRAIN, start_checks.hints, ENV, after=EPISODES),
+    Check("special tokens", "parts", SAMPLING, start_checks.control_tokens, PROMPT, after=EPISODES),
     Check("special tokens in questions", "parts", SAMPLING, start_checks.tokens_of_questions, ROWS),
     Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
     Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),

@@ -45,7 +45,7 @@ from agentenv.contract.tool_env import ToolEnv
 from agentenv.contract.weights import read_layout
 from agentenv.data.data_files import is_generated
 from agentenv.engines.openai import OpenAIConfig
-from agentenv.engines.remote.scoring import SAMPLE
+from agentenv.engines.remote.scoring import SAMPLE, teaching_server
 from agentenv.envs.grading.keys import grader_config
 from agentenv.envs.grading.reward import NUM_CHECKED_ROWS, check_grader
 from agentenv.learners.algorithms.check import check_algorithm
@@ -265,8 +265,9 @@ async def teacher(assembly: Assembly[TrainConfig]) -> None:
     config = assembly.config
     role, top_k = config.roles.get("teacher"), config.algorithm.teach_top_k
     hint, is_server = config.algorithm.hint, role is not None and role.engine != "learner"
-    if hint and not config.algorithm.teach:
-        raise ConfigError(f"algorithm.hint = {hint!r} is unused: algorithm.teach is 0")
+    for key in ("hint", "teach_gate", "teach_top_k") if not config.algorithm.teach else ():
+        if value := getattr(config.algorithm, key):
+            raise ConfigError(f"algorithm.{key} = {value!r} is unused: algorithm.teach is 0")
     if hint and is_server:
         raise ConfigError(
             'algorithm.hint: the learner scores hints; set roles.teacher.engine = "learner", or '
@@ -495,6 +496,35 @@ async def teacher_tokens(assembly: Assembly[TrainConfig]) -> None:
         raise ConfigError(
             f"roles.teacher.model = {role.model} has another tokenizer than the policy, or {least} "
             f"ids for its {len(own)}; expected equal tokens, since the teacher scores the policy's"
+        )
+    of_model = model_files.num_stretched_positions(model_files.read_model_config(place))
+    if most := role.max_model_len or of_model:  # of which a server writes a token
+        check_context(assembly.config.limits, most - role.is_launched, "roles.teacher")
+
+
+async def teacher_server(assembly: Assembly[TrainConfig]) -> None:
+    """A running teacher responds, and scores the policy's tokens."""
+    config, role = assembly.config, assembly.config.roles.get("teacher")
+    if role is None or not role.url or await assembly.model() is None:
+        return
+    tokenizer, top_k = await assembly.tokenizer(), config.algorithm.teach_top_k
+    await teaching_server(role, role.url, tokenizer, config.limits, top_k, assembly.stack)
+
+
+async def hints(assembly: RolloutAssembly[TrainConfig]) -> None:
+    """A hint can be placed in the turns of each environment, and rows have the gold of one."""
+    if not (hint := assembly.config.algorithm.hint):
+        return
+    for name, (_, info) in (await assembly.episodes()).items():
+        if "turn" in info:
+            why = "runs a program, whose turns have several contexts; remove it"
+            raise ConfigError(f"algorithm.hint: {assembly.sets[name].env.id} {why}")
+    trained, *_ = assembly.sets
+    bare = [one.id for one in await assembly.tasks_of(trained) if not one.answers]
+    if hint == "gold" and bare:
+        raise ConfigError(
+            f'algorithm.hint = "gold": {len(bare)} rows have no answer; the first is {bare[0]}; '
+            'expected answers, "sibling" or a function'
         )
 
 

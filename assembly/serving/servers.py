@@ -326,6 +326,10 @@ def check_roles(config: msgspec.Struct) -> None:
             'algorithm.hint = "sibling"'
         )
     for name, role in roles.items():
+        if bool(role.url) == bool(role.model):
+            raise ConfigError(f"roles.{name}: set exactly one of url and model")
+        if role.engine == "learner" and role.url:
+            raise ConfigError(f"roles.{name}: the learner loads a model; expected no url")
         if role.engine == "learner" and name != "teacher":
             raise ConfigError(f'roles.{name}.engine = "learner" serves roles.teacher alone')
         if name == "teacher" and teach:

@@ -292,9 +292,7 @@ def _same_element(found: str, wanted: str, same: Compare) -> bool | None:
     if "=" in found and "=" in wanted and _name(found) != _name(wanted):
         return False
     found, wanted = clean(without_name(found)), clean(without_name(wanted))
-    if squashed(found) == squashed(wanted):
-        return True
-    return same(found, wanted)
+    return squashed(found) == squashed(wanted) or same(found, wanted)
 
 
 def _name(equation: str) -> str:

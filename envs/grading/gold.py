@@ -201,9 +201,8 @@ def kind_of(gold: str) -> Kind:
 
 def meets(gold: Gold, part: str) -> bool:
     """Whether a part is the gold, alone."""
-    if gold.kind in ("choice", "truth"):
-        return False  # read letter by letter, and word by word
-    if len(part) > MAX_ALONE_CHARS + 2 * len(gold.text):
+    is_long = len(part) > MAX_ALONE_CHARS + 2 * len(gold.text)
+    if is_long or gold.kind in ("choice", "truth"):  # these are read letter by letter, or by word
         return False
     if gold.kind in ("number", "date", "time", "span") and is_split(part):
         return False

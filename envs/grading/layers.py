@@ -429,9 +429,7 @@ def _number(found: str, wanted: str) -> bool | None:
         return is_exact or same_quantity(answer, gold)
     if gold.words:  # a noun phrase such as 3 blind mice: words can decide
         return None
-    if is_wordy(found) or re.fullmatch(r"[\w\s.,]*", found):
-        return False
-    return None
+    return False if is_wordy(found) or re.fullmatch(r"[\w\s.,]*", found) else None
 
 
 def _in_base(found: str, wanted: str) -> bool | None:

@@ -183,9 +183,7 @@ def amount_of(text: str) -> Quantity | None:
     if in_small is not None and not in_small.words:  # 26 Kilometers
         return in_small
     capitals = [word for word in _CAPITAL.findall(text) if not _is_number_or_unit(word)]
-    if not capitals or has_cjk(text):
-        return amount
-    return None
+    return amount if not capitals or has_cjk(text) else None
 
 
 def is_number(word: str) -> bool:

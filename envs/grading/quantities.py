@@ -229,9 +229,7 @@ def _same_nouns(answer: Quantity, gold: Quantity) -> bool:
     words = {answer.words, gold.words}
     if answer.dimension and "" in words and any(map(_is_per_piece, words)):
         return True  # 5 cents an apple
-    if (found ^ wanted) & _DECISIVE:
-        return False
-    return found <= wanted or wanted <= found
+    return False if (found ^ wanted) & _DECISIVE else found <= wanted or wanted <= found
 
 
 def _is_per_piece(words: str) -> bool:

@@ -370,9 +370,8 @@ class Values:
             return list(one.args)
         if isinstance(one, sp.FiniteSet):
             return list(getattr(one, "_unsorted_args", one.args))
-        if isinstance(one, sp.Interval) and one.is_open:
-            return [one.start, one.end]
-        return None
+        is_pair = isinstance(one, sp.Interval) and one.is_open
+        return [one.start, one.end] if is_pair else None
 
     def _same_parts(self, golds: Sequence[Any], answers: Sequence[Any]) -> bool:
         """Whether each of the one equals another of the other, in any order."""

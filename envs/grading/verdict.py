@@ -113,9 +113,7 @@ def check_format(text: str) -> tuple[str, str]:
     if "</answer>" in before:
         return "</answer> precedes <answer>", ""
     answer = boxed_answer(rest.partition("</answer>")[0])
-    if answer is None:
-        return r"no balanced \boxed{} inside the answer", ""
-    return "", answer
+    return ("", answer) if answer is not None else (r"no balanced \boxed{} inside the answer", "")
 
 
 MAX_SHOWN_CHARS = 200

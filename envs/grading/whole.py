@@ -89,9 +89,7 @@ def _cut(gold: Gold, text: str, whole: parts.Part, level: int = 0) -> Iterator[p
 
 def _is_worked_out(gold: Gold, text: str) -> bool:
     """Whether a text calculates the number: 5 + 8, or m + n = 5 + 8 = 13, for 13."""
-    if gold.kind != "number" or gold.amount is None:
-        return False
-    if is_wordy(text) or _SCORE.fullmatch(text):
+    if gold.kind != "number" or gold.amount is None or is_wordy(text) or _SCORE.fullmatch(text):
         return False
     *names, last = (side.strip(" $") for side in texts.EQUALS.split(text))
     if parts.amount_of(texts.clean(last)) is None:

@@ -80,13 +80,8 @@ def length(tree: TrajectoryTree, node: Node) -> float:
     return float(len(node.action_ids))
 
 
-SIGNS: Mapping[Sign, Callable[[TrajectoryTree, Node], float]] = {
-    "surprise": surprise,
-    "lowest": lowest,
-    "entropy": entropy,
-    "error": error,
-    "repeat": repeat,
-    "length": length,
+SIGNS: Mapping[str, Callable[[TrajectoryTree, Node], float]] = {
+    one.__name__: one for one in (surprise, lowest, entropy, error, repeat, length)
 }
 # and a forecast: the failed share of the tree's trajectories that do not contain the turn
 NAMES = (*SIGNS, "others")
@@ -102,11 +97,8 @@ class SignedTurn(NamedTuple):
     signs: tuple[float, ...]
 
 
-def turns(
-    trees: Iterable[TrajectoryTree], *, siblings: bool = False, inner: bool = False
-) -> Iterator[SignedTurn]:
-    """Of all paths that ended. `siblings`: a stratum is the turns after one tool result; `inner`:
-    without the last turns of paths, whose outcome is their own."""
+def turns(trees: Iterable[TrajectoryTree]) -> Iterator[SignedTurn]:
+    """Of all paths that ended."""
     for number, tree in enumerate(trees):
         found: dict[int, tuple[int, Node]] = {}  # by index: depth, node
         below, won = Counter[int](), Counter[int]()  # trajectories below it, successful ones
@@ -118,12 +110,12 @@ def turns(
                 below[node.index] += 1
                 won[node.index] += path.success
         for index, (depth, node) in found.items():
-            if node.action_ids and not (inner and node.end is not None):
+            if node.action_ids:
                 rest = len(paths) - below[index]
                 others = 1 - (num_won - won[index]) / rest if rest else 0.5
-                kind, place = tree.task.kind, f"{number} {node.parent}" if siblings else f"{depth}"
+                kind = tree.task.kind
                 values = (*(sign(tree, node) for sign in SIGNS.values()), others)
-                yield SignedTurn(number, kind, f"{kind} {place}", not won[index], values)
+                yield SignedTurn(number, kind, f"{kind} {depth}", not won[index], values)
 
 
 # Figures.
@@ -213,8 +205,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, with trees/")
     parser.add_argument("--first", type=int, default=0, metavar="STEP", help="first update")
     parser.add_argument("--last", type=int, default=1 << 30, metavar="STEP", help="last update")
-    parser.add_argument("--siblings", action="store_true", help="compare turns after one result")
-    parser.add_argument("--inner", action="store_true", help="without the last turns of paths")
     parser.add_argument(
         "--max-trees", type=int, default=2000, metavar="N", help="trees to read (default: 2000)"
     )
@@ -240,7 +230,7 @@ def _run(arguments: argparse.Namespace, view: View) -> int:
             yield (tree := step.tree(entry).tree)
             depths = depths.merged(surprise_by_depth([tree]))
 
-    found = [*turns(trees(), siblings=arguments.siblings, inner=arguments.inner)]
+    found = [*turns(trees())]
     if not found:
         raise DataError(
             f"{arguments.run / ARCHIVE} contains no turns of updates {arguments.first} to "

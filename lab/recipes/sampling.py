@@ -327,9 +327,7 @@ def reopened(chain: str) -> str | None:
     if not (tag and closed and end) or between.strip() or "<think>" not in thought:
         return None
     answer = " ".join(_TAG.sub(" ", final_answer(f"<answer>{body}</answer>")).split())
-    if not answer:
-        return None
-    return f"{_ready(thought)}So it would be {answer.rstrip('.')}. "
+    return None if not answer else f"{_ready(thought)}So it would be {answer.rstrip('.')}. "
 
 
 def _pattern(phrase: str) -> str:

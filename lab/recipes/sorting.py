@@ -227,9 +227,7 @@ def _problem(
         return "too_many_calls", f"{len(calls)} calls"
     keys = call_keys(row)
     twice = [key for place, key in enumerate(keys) if key in keys[:place]]
-    if twice:
-        return "repeated_call", twice[0][:200]
-    return "", ""
+    return ("repeated_call", twice[0][:200]) if twice else ("", "")
 
 
 Class = Literal["direct", "tools", "hard", "unfinished"]

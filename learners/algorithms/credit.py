@@ -45,6 +45,11 @@ class Taught(NamedTuple):
         """Of tokens that it did not score."""
         return cls(np.zeros((num_tokens, width), np.int64), np.full((num_tokens, width), np.nan))
 
+    def within(self, num_ids: int) -> Taught:
+        """Without the tokens that have ids of a larger vocabulary."""
+        beyond = (self.ids >= num_ids).any(1, keepdims=True)
+        return Taught(np.where(beyond, 0, self.ids), np.where(beyond, np.nan, self.logprobs))
+
     @classmethod
     def joined(cls, parts: Sequence[Taught]) -> Taught:
         """Of all tokens; parts of width 0 are unknown."""

@@ -127,9 +127,7 @@ def _own_entries(model: Any, own: Container[int]) -> Iterator[WeightEntry]:
         found = lora.factors(model, name)
 
         def tensor(param: Tensor = param, found: Any = found) -> Tensor:
-            if found is not None:
-                return lora.merged(param, *found)
-            return param.detach()
+            return param.detach() if found is None else lora.merged(param, *found)
 
         shape = tuple(getattr(param, "ds_shape", param.shape))
         needed = (param, *(found[:2] if found else ()))

@@ -149,7 +149,7 @@ def check_results(
 
 EXTRA = (
     "room for rollouts", "room on the disk", "room in memory", "calls come back",
-    "special tokens in results", "packed model", "services", "grader sanity", "log-prob parity",
+    "special tokens", "packed model", "services", "grader sanity", "log-prob parity",
 )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def _parse_nothing(self: object, completion: Completion, *_: object) -> Message:
         (shutil, "disk_usage", lambda _: _Disk(1e3), "room on the disk", "keep_last"),
         (machine, "find_machine", lambda *_: TINY, "room in memory", "--gpus"),
         (TagRenderer, "parse", _parse_nothing, "calls come back", "renderer.name"),
-        (TextCodec, "neutralise", lambda *given: given[1], "special tokens in results", "report"),
+        (TextCodec, "neutralise", lambda *given: given[1], "special tokens", "report"),
         (model_check, "distance", lambda config: 1.0, "packed model", ""),
     ],
 )

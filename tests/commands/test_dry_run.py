@@ -11,7 +11,6 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.serving.gpus import PlannedMachine
 from agentenv.base.config import load_config
 from agentenv.base.errors import EXIT_MISSING
-from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import make_plan
 from agentenv.launchers import sft, train
 from tests.support.golden import Said
@@ -48,10 +47,9 @@ def test_colocated_engine_and_learner_alternate_on_the_gpus(said: Said) -> None:
     assert "sleeping part" in text
 
 
-def test_one_gpu_for_learner_and_embedded_engine(tmp_path: Path) -> None:
-    build_model(tmp_path / "model", seed=0)
+def test_one_gpu_for_learner_and_embedded_engine(quickstart_model: Path) -> None:
     path = ROOT / "configs" / "quickstart.toml"
-    config = load_config(TrainConfig, path, [f"model.path={tmp_path}/model"])
+    config = load_config(TrainConfig, path, [f"model.path={quickstart_model}"])
     plan = make_plan(config, PlannedMachine(1, 80 * 2**30, 0.0, "one GPU"), Path)
     _, learner, engine = plan.processes
     assert learner.gpus == engine.gpus == ["0"]

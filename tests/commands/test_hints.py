@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace as NS
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentenv.assembly.checks import start_checks
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import Node, TrajectoryTree
@@ -21,7 +23,7 @@ from agentenv.learners.algorithms.distill import Distill
 from agentenv.rollout.archive import ARCHIVE
 from agentenv.rollout.archive_reader import readable_steps
 from agentenv.training.supervised import hints, teaching
-from agentenv.training.supervised.hints import copied, gold, hinted, sibling
+from agentenv.training.supervised.hints import PlacedHint, copied, gold, hinted, sibling
 from tests.support.runs import rows_of
 
 
@@ -50,7 +52,7 @@ def forked() -> TrajectoryTree:
 
 def test_a_siblings_hint_begins_where_the_paths_part() -> None:
     tree = forked()
-    found = hinted(tree, sibling)
+    found, _ = hinted(tree, sibling, 999)
     assert [one.ids for one in found] == [
         [1, 2, 3, 4, 5, 6, 7, 5, 8, 5, 9],
         [1, 2, 3, 4, 5, 6, 7, 5, 8, 5, 9, 9],
@@ -63,7 +65,7 @@ def test_a_siblings_hint_begins_where_the_paths_part() -> None:
     algorithm = Distill(group_size=4, hint="sibling")
     assert credit_of(algorithm, tree).has_signal
     tree.nodes[2].reward = 0.0
-    assert hinted(tree, sibling) == []  # no return is better than another
+    assert hinted(tree, sibling, 999)[0] == []  # no return is better than another
     assert not credit_of(algorithm, tree).has_signal
 
 
@@ -74,15 +76,25 @@ def test_the_gold_follows_the_prompt() -> None:
         asked.append(text)
         return [7, 8, 9]
 
-    found = hinted(forked(), hints.own(gold, encode))
+    found, _ = hinted(forked(), hints.own(gold, encode), 999)
     assert found[0].ids == [1, 2, 7, 8, 9, 1, 2, 3, 4, 5, 8, 5, 9]
     assert "yes" in asked[0]
     assert sum(found[0].mask) == 2, "not the turn that a right trajectory shares"
 
 
+def test_a_shared_turn_is_scored_in_the_first_path_that_fits() -> None:
+    def build(tree: TrajectoryTree, path: Any) -> PlacedHint | None:
+        ids = list(path.path[-1].action_ids)
+        return PlacedHint(tree.root, [7] * (30 if ids == [9] else 1)) if ids[0] == 9 else None
+
+    ((path,), num_long) = hinted(forked(), build, 20)
+    assert num_long == 1
+    assert [node.index for node in path.nodes] == [3, 5]
+
+
 def test_a_hint_is_a_text() -> None:
     with pytest.raises(ConfigError, match="expected a text"):
-        hinted(forked(), hints.own(lambda *_: 5, list))
+        hinted(forked(), hints.own(lambda *_: 5, list), 999)
 
 
 def test_copies_of_a_hint_are_counted() -> None:
@@ -114,7 +126,7 @@ def test_only_the_teacher_reads_hints(warehouse: Path, hint: str) -> None:
     gaps, build = [], hints.builder(hint, load_tokenizer(warehouse.parent / "model"))
     for kept in next(iter(readable_steps(run / ARCHIVE, print))).trees():
         whole = [one for node in kept.tree.nodes for one in node.observation_ids]
-        for path in hinted(kept.tree, build):
+        for path in hinted(kept.tree, build, 999)[0]:
             with torch.no_grad():
                 scores = model(torch.tensor([path.ids])).logits[0].double().log_softmax(-1)
             places = [n for n, one in enumerate(path.mask) if one]
@@ -148,6 +160,21 @@ def test_a_hint_that_cannot_be_used_is_refused(
     keys, says = BAD[name]
     assert train.main([str(warehouse), *keys, f"run.name=bad-hint-{name}"]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("turn", "says"), [({"turn": 1}, "runs a program"), ({}, "no answer")])
+async def test_a_gold_needs_answers_and_one_context(turn: dict[str, int], says: str) -> None:
+    async def tasks_of(name: str) -> list[Task]:
+        return [Task("t", "me", "?")]
+
+    async def episodes() -> dict[str, Any]:
+        return {"data": ([], turn)}
+
+    config = NS(algorithm=Distill(group_size=4, hint="gold"))
+    sets = {"data": NS(env=NS(id="me"))}
+    given: Any = NS(config=config, tasks_of=tasks_of, episodes=episodes, sets=sets)
+    with pytest.raises(ConfigError, match=says):
+        await start_checks.hints(given)
 
 
 @pytest.mark.usefixtures("here")

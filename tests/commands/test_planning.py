@@ -19,7 +19,6 @@ from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import ColdStartOptimizer
 from agentenv.base.config import load_config
 from agentenv.contract.server_config import LaunchConfig
-from agentenv.envs.quickstart.setup import build_model
 from agentenv.lab.diagnosis.plan import files_of, microbatch_tokens, saving_line
 from agentenv.learners.keys import LearnerConfig
 from agentenv.learners.lora import LoRAConfig
@@ -85,11 +84,10 @@ def test_experts_are_counted(family: str, sizes: dict[str, Any]) -> None:
     assert shape.adapter_params(8) < shape.num_params / 100
 
 
-def test_the_shape_of_a_local_model(tmp_path: Path) -> None:
-    build_model(tmp_path, seed=0)
-    shape = memory.find_shape(tmp_path)
+def test_the_shape_of_a_local_model(quickstart_model: Path) -> None:
+    shape = memory.find_shape(quickstart_model)
     assert shape is not None
-    weights = tmp_path / "model.safetensors"
+    weights = quickstart_model / "model.safetensors"
     assert 4 * shape.num_params == pytest.approx(weights.stat().st_size, rel=0.01)
     assert memory.find_shape(Path("runs/mine")) is None
     quantized = memory.find_shape(Path("models/Qwen2.5-72B-Instruct-GPTQ-Int4"))

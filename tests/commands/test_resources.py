@@ -25,7 +25,6 @@ from agentenv.contract.server_config import ServersConfig
 from agentenv.engines.embedded.embedded_config import EmbeddedConfig
 from agentenv.engines.sglang import SGLangConfig
 from agentenv.engines.vllm import VLLMConfig
-from agentenv.envs.quickstart.setup import build_model
 from agentenv.learners.keys import LearnerConfig
 from agentenv.processes.supervisor import ProcessSpec
 
@@ -105,10 +104,9 @@ def test_only_the_engine_shares_the_learners_gpus() -> None:
 
 
 async def test_servers_that_share_a_gpu_get_separate_caches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quickstart_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its size is computed, since no server can measure what is free while others start."""
-    build_model(tmp_path, seed=0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,8")
     monkeypatch.setattr(server_command, "memory_of", lambda gpu: {"7": 100 * GIB}[gpu])
     started: list[ProcessSpec] = []
@@ -120,14 +118,14 @@ async def test_servers_that_share_a_gpu_get_separate_caches(
     )
     async with AsyncExitStack() as stack:
         factory = ServerFactory(tmp_path, stack, lambda text: None)
-        served = Served("vllm", tmp_path, "policy", trained=True)
+        served = Served("vllm", quickstart_model, "policy", trained=True)
         await factory.start(served, config, "engine.servers")
     assert [one.env["CUDA_VISIBLE_DEVICES"] for one in started] == ["7", "7", "8"]
     for one in started:
         size = int(one.command[one.command.index("--kv-cache-memory-bytes") + 1])
         assert 22.9 * GIB < size < 23 * GIB  # a quarter, less weights, activations and graphs
     with pytest.raises(ConfigError, match="only vLLM's servers"):
-        await factory.start(Served("sglang", tmp_path, "policy"), config, "engine.servers")
+        await factory.start(Served("sglang", quickstart_model, "policy"), config, "engine.servers")
 
 
 def test_weights_through_the_learners_memory_need_its_gpus() -> None:
@@ -146,18 +144,11 @@ def test_weights_through_the_learners_memory_need_its_gpus() -> None:
         VLLMConfig(weights="ipc", lora="adapter")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    build_model(path, seed=0)
-    return path
-
-
-def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
+def test_flags_of_servers_that_sleep_or_take_adapters(quickstart_model: Path) -> None:
     gpu, cpu = {"gpus": ["0"]}, {"on_cpu": True}
 
     def flags(engine: str, place: dict[str, object], **keys: object) -> list[str]:
-        served = Served(engine, model, "policy", 512, True, **place, **keys)  # type: ignore[arg-type]
+        served = Served(engine, quickstart_model, "policy", 512, True, **place, **keys)  # type: ignore[arg-type]
         return command("python", served, ServersConfig())
 
     assert "--enable-sleep-mode" in flags("vllm", gpu, colocated=True)
@@ -174,9 +165,9 @@ def test_flags_of_servers_that_sleep_or_take_adapters(model: Path) -> None:
         assert found[found.index("--max-lora-rank") + 1] == known
     with pytest.raises(ConfigError, match="to rank 512"):
         flags("vllm", gpu, lora_rank=513)
-    served = Served("vllm", model, "policy", 512, True, gate=Path("/ready"))
+    served = Served("vllm", quickstart_model, "policy", 512, True, gate=Path("/ready"))
     assert environment(served, ServersConfig())["AGENTENV_LEARNER_READY"] == "/ready"
-    served = Served("vllm", model, "policy", 512, True, lora_rank=4)
+    served = Served("vllm", quickstart_model, "policy", 512, True, lora_rank=4)
     assert environment(served, ServersConfig())["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
 
 

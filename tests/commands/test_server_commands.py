@@ -135,10 +135,9 @@ def test_the_command_line_of_vllm_on_the_cpu(tmp_path: Path) -> None:
         command("py", served(tmp_path), LaunchConfig())
 
 
-def test_the_key_of_a_server_is_in_its_environment_alone(tmp_path: Path) -> None:
-    build_model(tmp_path, seed=0)
+def test_the_key_of_a_server_is_in_its_environment_alone(quickstart_model: Path) -> None:
     for engine, flag in (("vllm", "--middleware"), ("sglang", "agentenv_key")):
-        keyed = served(tmp_path, engine=engine, key="a-secret", trained=False)
+        keyed = served(quickstart_model, engine=engine, key="a-secret", trained=False)
         line, env = command("py", keyed, LaunchConfig()), environment(keyed, LaunchConfig())
         assert flag in line
         assert "a-secret" not in line
@@ -147,9 +146,8 @@ def test_the_key_of_a_server_is_in_its_environment_alone(tmp_path: Path) -> None
         RoleConfig(model="m", host="0.0.0.0")
 
 
-def test_a_role_gets_no_routes_for_weights(tmp_path: Path) -> None:
-    build_model(tmp_path, seed=0)
-    judge = served(tmp_path, trained=False, name="judge")
+def test_a_role_gets_no_routes_for_weights(quickstart_model: Path) -> None:
+    judge = served(quickstart_model, trained=False, name="judge")
     assert "--enable-scale-out" not in command("py", judge, LaunchConfig())
     assert "VLLM_SERVER_DEV_MODE" not in environment(judge, LaunchConfig())
 
@@ -158,9 +156,8 @@ PARALLEL = [("vllm", "--tensor-parallel-size"), ("sglang", "--tp-size")]
 
 
 @pytest.mark.parametrize(("engine", "tp"), PARALLEL)
-def test_the_command_lines_of_servers_on_gpus(tmp_path: Path, engine: Any, tp: str) -> None:
-    build_model(tmp_path, seed=0)
-    there = served(tmp_path, engine=engine, on_cpu=False, gpus=["2", "3"])
+def test_the_command_lines_of_servers_on_gpus(quickstart_model: Path, engine: Any, tp: str) -> None:
+    there = served(quickstart_model, engine=engine, on_cpu=False, gpus=["2", "3"])
     config = LaunchConfig(tensor_parallel_size=2, quantization="fp8", dtype="bfloat16")
     found = flags(command("py", there, config))
     assert found[tp] == "2"
@@ -172,15 +169,14 @@ def test_the_command_lines_of_servers_on_gpus(tmp_path: Path, engine: Any, tp: s
     assert "SGLANG_PLATFORM" not in env
 
 
-def test_the_command_line_of_sglang_on_the_cpu(tmp_path: Path) -> None:
-    build_model(tmp_path, seed=0)
-    there = served(tmp_path, engine="sglang")
+def test_the_command_line_of_sglang_on_the_cpu(quickstart_model: Path) -> None:
+    there = served(quickstart_model, engine="sglang")
     found = flags(command("py", there, LaunchConfig()))
     assert found["--device"] == "cpu"
     assert {"--incremental-streaming-output", "--enable-metrics"} <= found.keys()
     assert int(found["--max-total-tokens"]) == 65536
     assert found["--context-length"] == "514"  # of which it fills the requested 512
-    longest = served(tmp_path, engine="sglang", max_model_len=of_model(tmp_path))
+    longest = served(quickstart_model, engine="sglang", max_model_len=of_model(quickstart_model))
     given = flags(command("py", longest, LaunchConfig()))
-    assert given["--context-length"] == str(of_model(tmp_path))
+    assert given["--context-length"] == str(of_model(quickstart_model))
     assert environment(there, LaunchConfig())["SGLANG_PLATFORM"] == "plaincpu"

@@ -18,6 +18,7 @@ from agentenv.base.tree import TrajectoryTree
 from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers import train
 from agentenv.learners.algorithms.arpo import ARPO
+from agentenv.learners.algorithms.credit import Taught
 from agentenv.rollout.archive import ARCHIVE
 from agentenv.rollout.archive_reader import readable_steps
 from agentenv.training.supervised import teaching
@@ -136,7 +137,7 @@ async def test_advantages_are_bounded_and_add_up(warehouse: Path) -> None:
     keys += ["roles.teacher.url=http://127.0.0.1:9"]
     config: Any = load_config(TrainConfig, warehouse, keys)
     scorer: Any = None
-    found = Teaching(config, scorer).advantages(np.array([-9.0, 1.0, np.nan, 9.0]))
+    found = Teaching(config, scorer, 9).advantages(np.array([-9.0, 1.0, np.nan, 9.0]))
     assert found.tolist() == [-2.5, 0.5, 0.0, 2.5]
 
 
@@ -170,6 +171,11 @@ BAD = {
          "roles.teacher={model='{teacher}', engine='learner'}"],
         "algorithm.teach_gate",
     ),
+    "unused gate": (["algorithm.teach_gate=1"], "algorithm.teach_gate = 1.0 is unused"),
+    "context": (
+        ["algorithm.teach=1", "roles.teacher={model='{teacher}', max_model_len=150}"],
+        "exceed roles.teacher's context",
+    ),
     "temperature": (
         ["algorithm.teach=1", "roles.teacher.model={teacher}", "sampling.train.temperature=0.9"],
         "temperature 1",
@@ -197,6 +203,12 @@ def test_a_teacher_that_does_not_fit_is_refused(
     code = train.main([str(warehouse), *embedded, *given, f"run.name=bad-{name.replace(' ', '-')}"])
     assert code == (1 if name == "no server" else 2)  # which may come back
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_ids_of_a_larger_vocabulary_are_unknown() -> None:
+    found = Taught(np.array([[1, 2], [3, 9]]), np.zeros((2, 2))).within(9)
+    assert found.ids.max() < 9
+    assert np.isnan(found.logprobs).tolist() == [[False, False], [True, True]]
 
 
 def test_retries_of_a_server_last_minutes() -> None:

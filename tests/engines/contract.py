@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,10 +300,10 @@ async def check_guided(server: Server, world: World, version: int) -> None:
 async def check_scoring(engine: str, url: str, world: World) -> None:
     """By a client that changes nothing of the server, whose weights are `world`'s first."""
     server, ids, rest = ScoringServer(engine, url), prompt(15, 20), prompt(16, 9)
+    other = SimpleNamespace(get_added_vocab=dict, encode=lambda *_, **__: [1])
     with pytest.raises(ConfigError, match="another tokenizer"):
-        await server.connect(lambda text: [1])
-    encode = functools.partial(world.tokenizer.encode, add_special_tokens=False)
-    assert await server.connect(encode) >= MAX_LENGTH - 8
+        await server.connect(other)
+    assert await server.connect(world.tokenizer, 3) >= MAX_LENGTH - 8
     rows = reference.distribution(world.models[0], ids, rest).tolist()
     for k in (0, 3):
         scored = await server.scored([*ids, *rest], len(ids), k)

@@ -12,25 +12,16 @@ from agentenv.assembly.run.checkpoints import Checkpoints
 from agentenv.assembly.run.kept import keep_best, link_model
 from agentenv.base.errors import DataError
 from agentenv.base.model_files import check_model_directory
-from agentenv.envs.quickstart.setup import build_model
 from agentenv.launchers.export import main as export_command
 from agentenv.learners.ranks.export import check_written, copy_files
 from agentenv.learners.ranks.offline_export import export
 from tests.support.hub_cache import hub_cache
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the quick start."""
-    folder = tmp_path_factory.mktemp("files") / "model"
-    build_model(folder, seed=0)
-    return folder
-
-
 @pytest.fixture
-def snapshot(model: Path, tmp_path: Path) -> Path:
+def snapshot(quickstart_model: Path, tmp_path: Path) -> Path:
     """The same in the cache of the hub."""
-    return hub_cache(tmp_path / "home", "model", "me/tiny", model)
+    return hub_cache(tmp_path / "home", "model", "me/tiny", quickstart_model)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -76,10 +67,10 @@ def test_an_export_of_the_cache_is_complete_after_the_cache_is_removed(
     assert AutoTokenizer.from_pretrained(out).encode("What is 2 + 3?")
 
 
-def test_changes_to_an_export_do_not_affect_its_source(model: Path, tmp_path: Path) -> None:
-    before = contents(model)
+def test_an_export_shares_nothing_with_its_source(quickstart_model: Path, tmp_path: Path) -> None:
+    before = contents(quickstart_model)
     out = tmp_path / "out"
-    export(model, out)
+    export(quickstart_model, out)
     assert_own(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     tokenizer.add_tokens(["<new>"])
@@ -87,12 +78,12 @@ def test_changes_to_an_export_do_not_affect_its_source(model: Path, tmp_path: Pa
     tokenizer.save_pretrained(out)
     for path in out.iterdir():
         path.write_bytes(b"changed")
-    assert contents(model) == before
+    assert contents(quickstart_model) == before
 
 
-def test_additional_templates_are_copied(model: Path, tmp_path: Path) -> None:
+def test_additional_templates_are_copied(quickstart_model: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    copy_files(model, source, "float32")
+    copy_files(quickstart_model, source, "float32")
     more = source / "additional_chat_templates" / "rag.jinja"
     more.parent.mkdir()
     more.write_text("{{ messages }}")
@@ -104,11 +95,11 @@ def test_additional_templates_are_copied(model: Path, tmp_path: Path) -> None:
     "name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
 )
 def test_a_directory_with_an_unreadable_file_is_refused(
-    model: Path, tmp_path: Path, name: str
+    quickstart_model: Path, tmp_path: Path, name: str
 ) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
-    for path in model.iterdir():
+    for path in quickstart_model.iterdir():
         (broken / path.name).write_bytes(path.read_bytes())
     check_written(broken)
     whole = (broken / name).read_bytes()

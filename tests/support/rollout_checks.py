@@ -68,9 +68,7 @@ def tags_and_rollback(case: Case) -> Values:
 def rollout_traces(case: Case) -> Values:
     """The whole run replayed; nothing when a pass is not the recorded one."""
     found = ReferenceLoop(case, case["char_vocab"], case["eos"], case["pad"]).replay()
-    if found.pop("problems"):
-        return dict.fromkeys(found)
-    return found
+    return dict.fromkeys(found) if found.pop("problems") else found
 
 
 def arpo_probability(base: float, rise: float, weight: float) -> float:

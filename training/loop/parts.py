@@ -73,6 +73,7 @@ class Parts:
     demonstrations: Any
     vocab_size: int = 0  # for the plan
     model: Path = Path()  # with weights, and the tokenizer of rollout workers
+    teacher: Path | None = None  # on the learner's ranks
     urls: dict[str, str] = field(default_factory=dict)  # of roles
     ray: Placement | None = None
 
@@ -317,6 +318,7 @@ class LoopAssembly(RolloutAssembly[TrainConfig]):
             demonstrations=await self.demonstrations(),
             vocab_size=num_words,
             model=await self.model(),
+            teacher=self.teacher_on_ranks,
             urls=await self.urls(),
             ray=self.ray,
         )

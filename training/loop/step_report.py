@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from agentenv.base.offload import in_thread
 from agentenv.contract.env import shared_stats
 from agentenv.learners.algorithms.credit import counted_leaves
@@ -49,7 +51,8 @@ def step_score(
     for tree, credit in trained:
         first_new = num_known.get(tree.index, 0)
         for index, node in enumerate(tree.nodes):
-            if credit.adv_pos[index] or credit.adv_neg[index]:
+            own = (credit.adv_pos[index], credit.adv_neg[index], index in credit.taught)
+            if any(own) or np.any(credit.dense.get(index, 0.0)):
                 num_accepted += len(node.action_ids)
                 num_new += len(node.action_ids) * (index >= first_new)
                 for span in node.version_spans:

@@ -20,10 +20,13 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from agentenv.base.crashes import called
 from agentenv.base.errors import ConfigError
 from agentenv.base.registry import loaded
 from agentenv.base.tree import Node, Trajectory, TrajectoryTree
+from agentenv.learners.algorithms.credit import are_equal
 from agentenv.learners.trees.encoded_tree import trained
 
 Encode = Callable[[str], Sequence[int]]
@@ -59,13 +62,12 @@ def sibling(tree: TrajectoryTree, failed: Trajectory) -> PlacedHint | None:
     shares the longest part with it, from there on."""
     known, best = {node.index for node in failed.path}, (failed.reward, 0, failed.path)
     for other in tree.trajectories():
+        returns = np.array([other.reward, failed.reward])
         shared = len([*takewhile(lambda node: node.index in known, other.path)])
-        if shared and other.reward > failed.reward:
+        if shared and other.reward > failed.reward and not are_equal(returns):
             best = max(best, (other.reward, shared, other.path), key=lambda one: one[:2])
     _, shared, path = best
-    if path is failed.path:
-        return None
-    return PlacedHint(path[shared - 1], tokens(path[shared:]))
+    return None if path is failed.path else PlacedHint(path[shared - 1], tokens(path[shared:]))
 
 
 def gold(tree: TrajectoryTree, failed: Trajectory) -> str | None:
@@ -94,20 +96,25 @@ def builder(name: str, tokenizer: Any) -> Builder:
     return own(gold if name == "gold" else loaded(name), encode)
 
 
-def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:
-    """Every trajectory that has a hint. A shared turn is scored in the first one, and not at all if
-    a trajectory without a hint has it. Raises ConfigError for a tree of a program."""
+def hinted(tree: TrajectoryTree, build: Builder, most: int) -> tuple[list[HintedPath], int]:
+    """Every trajectory that has a hint and with it at most so many tokens, and the number of longer
+    ones. A shared turn is scored in the first one, and not at all if a trajectory without a hint
+    has it. Raises ConfigError for a tree of a program."""
     if tree.is_captured:
         raise ConfigError("algorithm.hint: a program's turns have several contexts; remove it")
     given = [(path, build(tree, path)) for path in tree.trajectories()]
-    found, seen = [], {n.index for path, hint in given if hint is None for n in path.path}
+    seen = {n.index for path, hint in given if hint is None for n in path.path}
+    found, num_long = [], 0
     for path, hint in given:
         if hint is None or not hint.ids:
             continue
         place = next(n for n, node in enumerate(path.path) if node is hint.place)
         ids = [*tokens(path.path[: place + 1]), *hint.ids, *hint.place.observation_ids]
-        mask, nodes = [False] * len(ids), []
-        for node in path.path[place + 1 :]:
+        mask, nodes, later = [False] * len(ids), [], path.path[place + 1 :]
+        if len(ids) + len(tokens(later)) > most:
+            num_long += 1
+            continue
+        for node in later:
             is_new = node.index not in seen
             seen.add(node.index)
             nodes += [node] if is_new and node.action_ids else []
@@ -116,7 +123,7 @@ def hinted(tree: TrajectoryTree, build: Builder) -> list[HintedPath]:
             ids += [*node.action_ids, *node.observation_ids]
         if any(mask):
             found.append(HintedPath(ids, mask, nodes, hint.ids))
-    return found
+    return found, num_long
 
 
 def copied(path: HintedPath) -> list[bool]:

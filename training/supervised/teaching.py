@@ -19,7 +19,6 @@ import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -28,13 +27,13 @@ from scipy.special import expit
 
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.base.deadline import cancel_all
-from agentenv.base.errors import SHOWN, ConfigError, EngineError, reported_as
+from agentenv.base.errors import SHOWN, EngineError, reported_as
 from agentenv.base.model_files import num_positions, read_model_config
 from agentenv.base.offload import in_thread
 from agentenv.base.retries import retried
 from agentenv.base.tree import Node
-from agentenv.contract.server_config import TEACHER, read_key
-from agentenv.engines.remote.scoring import ScoringServer
+from agentenv.contract.server_config import TEACHER
+from agentenv.engines.remote.scoring import ScoringServer, teaching_server
 from agentenv.learners.algorithms.credit import CreditedTree, Floats, Taught
 from agentenv.learners.keys import Metrics, Score
 from agentenv.learners.ranks.learner import DeepSpeedLearner
@@ -175,9 +174,9 @@ class WithHints:
         self._has_warned = False
 
     async def score(self, groups: Sequence[CreditedTree]) -> list[Scores]:
-        paths = [await in_thread(hinted, tree, self.build) for tree, _ in groups]
-        chosen = [one for own in paths for one in own if len(one.ids) <= self.most]
-        num_long = sum(map(len, paths)) - len(chosen)
+        made = [await in_thread(hinted, tree, self.build, self.most) for tree, _ in groups]
+        paths, num_long = [own for own, _ in made], sum(num for _, num in made)
+        chosen = [one for own in paths for one in own]
         if num_long and not self._has_warned:
             self._has_warned = True
             text = "%d hints are left out (teacher/hints_too_long): with one, a trajectory exceeds "
@@ -190,8 +189,7 @@ class WithHints:
         found = [Scores({}, {}) for _ in paths]
         for scored, own in zip(found, paths, strict=True):
             for path in own:
-                if len(path.ids) <= self.most:
-                    scored.add(path.nodes, next(scores))
+                scored.add(path.nodes, next(scores))
         copies = [one for path in chosen for one in copied(path)]
         self.figures = {
             "teacher/hinted": float(len(chosen)),
@@ -202,10 +200,11 @@ class WithHints:
 
 
 class Teaching:
-    """Adds the dense advantages of a teacher to the credit of an update."""
+    """Adds the dense advantages of a teacher to the credit of an update. `num_ids`: of the policy;
+    a teacher may have more, which are padding."""
 
-    def __init__(self, config: TrainConfig, scorer: Scoring) -> None:
-        self.algorithm, self.scorer = config.algorithm, scorer
+    def __init__(self, config: TrainConfig, scorer: Scoring, num_ids: int) -> None:
+        self.algorithm, self.scorer, self.num_ids = config.algorithm, scorer, num_ids
 
     async def teach(self, groups: Sequence[CreditedTree]) -> tuple[list[CreditedTree], Metrics]:
         """The groups with dense advantages, and metrics."""
@@ -220,7 +219,8 @@ class Teaching:
                     dense[index] = dense.get(index, 0.0) + self.advantages(gap)
                 signs = np.sign(credit.adv_pos[index] + credit.adv_neg[index]) * np.sign(gap)
                 parts.append(np.stack([gap, signs]))
-            found = replace(credit, dense=dense, taught=own.likeliest, teacher=own.sampled)
+            known = {n: one.within(self.num_ids) for n, one in own.likeliest.items()}
+            found = replace(credit, dense=dense, taught=known, teacher=own.sampled)
             taught.append((tree, replace(found, awaits_teacher=False)))
         gap, signs = np.concatenate([np.zeros((2, 0)), *parts], axis=1)
         gap, signs = gap[~np.isnan(gap)], signs[~np.isnan(signs) & (signs != 0)]
@@ -249,23 +249,14 @@ async def make_teacher(config: TrainConfig, parts: Parts, stack: AsyncExitStack)
     """The teacher of a run, ready; `stack` closes it. Raises ConfigError for a server whose model
     does not fit."""
     role, hint = config.roles.get(TEACHER), config.algorithm.hint
-    top_k = config.algorithm.teach_top_k
+    top_k, num_ids = config.algorithm.teach_top_k, parts.vocab_size
     if hint:
-        most = num_positions(read_model_config(parts.model)) or sys.maxsize
-        build = builder(hint, parts.tokenizer)
-        return Teaching(config, WithHints(parts.learner, build, most, role is not None, top_k))
+        most = num_positions(read_model_config(parts.teacher or parts.model))
+        build, by_teacher = builder(hint, parts.tokenizer), role is not None
+        scorer = WithHints(parts.learner, build, most or sys.maxsize, by_teacher, top_k)
+        return Teaching(config, scorer, num_ids)
     if role is None or role.engine == "learner":
-        return Teaching(config, OnRanks(parts.learner, top_k))
-    key = read_key(role.api_key_env, "roles.teacher.api_key_env")
-    server = ScoringServer(role.engine, parts.urls[TEACHER], key)
-    stack.push_async_callback(server.close)
-    end = "; expected a server of vLLM or SGLang with the policy's tokens"
-    with reported_as(ConfigError, "roles.teacher", EngineError, ConfigError, ValueError, end=end):
-        found = await server.connect(partial(parts.tokenizer.encode, add_special_tokens=False))
-    needed = config.limits.max_prompt_tokens + config.limits.max_response_tokens
-    if found <= needed:
-        raise ConfigError(
-            f"roles.teacher: its server reads {found} tokens, prompt and response have up to "
-            f"{needed}, and it writes one more; raise roles.teacher.max_model_len"
-        )
-    return Teaching(config, OnServer(server, top_k))
+        return Teaching(config, OnRanks(parts.learner, top_k), num_ids)
+    given = role, parts.urls[TEACHER], parts.tokenizer, config.limits
+    server = await teaching_server(*given, top_k, stack)
+    return Teaching(config, OnServer(server, top_k), num_ids)

@@ -169,9 +169,7 @@ class PooledTurn:
             return self._complete("stop", None)
         if (stop := self._match(length)) is not None:
             return self._complete("stop", stop)
-        if length >= self.sampling.max_tokens:
-            return self._complete("length", None)
-        return None
+        return self._complete("length", None) if length >= self.sampling.max_tokens else None
 
     def breaks_again(self) -> bool:
         """Record a broken connection; returns whether another one broke since the last token."""

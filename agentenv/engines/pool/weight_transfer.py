@@ -168,6 +168,4 @@ async def _cancel_all(sender: Sender, tasks: Sequence[asyncio.Task[None]]) -> No
 def _error(task: asyncio.Task[Any]) -> BaseException | None:
     if not task.done():
         return None
-    if task.cancelled():
-        return TransferError("it did not end in time")
-    return task.exception()
+    return TransferError("it did not end in time") if task.cancelled() else task.exception()

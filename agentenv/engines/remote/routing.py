@@ -47,9 +47,7 @@ class Ranks:
 def routing(session: str, rank: int | None) -> dict[str, str]:
     """Headers by which routers, and servers with ranks, find the prefixes of a session. A name that
     is invalid in a header is percent-encoded, and a long one is hashed."""
-    name = session
-    if not PLAIN.fullmatch(session):
-        name = quote(session, errors="surrogatepass")
+    name = session if PLAIN.fullmatch(session) else quote(session, errors="surrogatepass")
     if len(name) > MAX_SESSION_CHARS:
         name = blake2b(name.encode(), digest_size=16).hexdigest()
     headers = {SESSION_HEADER: name} if session else {}

@@ -4,13 +4,17 @@ option of ours: the server may be shared, and nothing of it changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from msgspec import Struct
 
-from agentenv.base.errors import ConfigError
+from agentenv.base.errors import ConfigError, EngineError, reported_as
+from agentenv.base.types import Limits
+from agentenv.contract.engine import check_context
 from agentenv.contract.http_client import Logprob, ServerClient, reply_bytes
+from agentenv.contract.server_config import RoleConfig, read_key
 from agentenv.text.endpoint import Models
 
 Rows = list[dict[int, float]]  # of each token, by id: log-probs, nats
@@ -85,15 +89,20 @@ class ScoringServer:
         self._score, self._model = (by_vllm if engine == "vllm" else by_sglang), ""
         self.name = self._http.name
 
-    async def connect(self, encode: Callable[[str], Sequence[int]]) -> int:
-        """The number of tokens that it reads. Raises ConfigError if `encode` gives other tokens of
-        a sample, EngineError for no such server, ValueError for one without a model."""
+    async def connect(self, tokenizer: Any, top_k: int = 0) -> int:
+        """The number of tokens that it reads. Raises ConfigError if `tokenizer` gives other tokens
+        of a sample, which has the added ones, or likeliest ids are missing, EngineError for no such
+        server or one that does not score, ValueError for one without a model."""
         model, *_ = (await self._http.call_as(Models, "GET", "/v1/models")).data
         self._model = model.id
-        body = {"model": model.id, "prompt": SAMPLE, "add_special_tokens": False}
+        text = "".join([SAMPLE, *sorted(tokenizer.get_added_vocab())])
+        body = {"model": model.id, "prompt": text, "add_special_tokens": False}
         found = await self._http.call_as(TokenIds, "POST", "/tokenize", body)
-        if found.tokens != list(encode(SAMPLE)):
+        if found.tokens != tokenizer.encode(text, add_special_tokens=False):
             raise ConfigError(f"{self.name} has another tokenizer than the policy")
+        rows = await self.scored(found.tokens, 1, top_k)
+        if (least := min(map(len, rows))) < max(1, top_k):
+            raise ConfigError(f"{self.name} gives {least} of the {top_k} likeliest ids of a token")
         return model.max_model_len or 0
 
     async def scored(self, ids: Sequence[int], start: int, top_k: int = 0) -> Rows:
@@ -102,3 +111,20 @@ class ScoringServer:
 
     async def close(self) -> None:
         await self._http.close()
+
+
+async def teaching_server(
+    role: RoleConfig, url: str, tokenizer: Any, limits: Limits, top_k: int, stack: AsyncExitStack
+) -> ScoringServer:
+    """The server of `roles.teacher`, connected; `stack` closes it. Raises ConfigError if it does
+    not fit."""
+    server = ScoringServer(
+        role.engine, url, read_key(role.api_key_env, "roles.teacher.api_key_env")
+    )
+    stack.push_async_callback(server.close)
+    caught = EngineError, ConfigError, ValueError
+    end = "; expected a server of vLLM or SGLang with the policy's tokens"
+    with reported_as(ConfigError, "roles.teacher", *caught, end=end):
+        most = await server.connect(tokenizer, top_k)
+    check_context(limits, most - 1, "roles.teacher")  # it writes a token
+    return server
