@@ -1,4 +1,4 @@
-"""The tables of a study for the documentation, from its stages c and d.
+"""The tables of a study for the documentation, from its stages c, d and e.
 
     python benchmarks/experiments/findings.py [--out FOLDER] [--publish]
 
@@ -41,7 +41,8 @@ class Findings:
         self.study, self.task = study, task
         self.stages = {stage: study.seeds(stage) for stage in "cd"}
         arms = [one for s in self.stages for one in (*study.arms(s, task), *study.also(s, task))]
-        self.runs = {(arm, rate): self._runs(arm, rate) for arm, rate in arms}
+        self.halved = [*study.arms("e", task)]
+        self.runs = {(arm, rate): self._runs(arm, rate) for arm, rate in (*arms, *self.halved)}
         known, seeds = study.plan["baseline"], set(self.stages["c"])
         self.grpo = [
             one for one in self.runs if family(one) == known and self.runs[one].keys() >= seeds
@@ -49,7 +50,7 @@ class Findings:
         if not self.grpo:
             raise DataError(f"{task}: stage c has no {known} with all seeds")
         self.base = self.best("calls")
-        self.others = [one for one in self.runs if family(one) != known]
+        self.others = [one for one in dict.fromkeys(arms) if family(one) != known]
         self.shown = next(one for one in self.others if family(one) == SHOWN)
 
     def _runs(self, arm: str, rate: float) -> dict[int, Cell]:
@@ -105,7 +106,8 @@ def ratio(pairs: Sequence[tuple[Curve, Curve]], level: float) -> str:
 def tables(study: Study) -> str:
     """In Markdown. Raises DataError while c is not finished."""
     every = [Findings(study, task) for task in study.tasks]
-    return "\n\n".join((against_grpo(every), costs(every), set_ups(every), together(every)))
+    found = against_grpo(every), costs(every), set_ups(every), half_rates(every), together(every)
+    return "\n\n".join(found)
 
 
 def against_grpo(every: Sequence[Findings]) -> str:
@@ -151,6 +153,19 @@ def set_ups(every: Sequence[Findings]) -> str:
             found = [ratio(of.pairs(one, of.best(cost), cost), level) for cost in SET_UPS.values()]
             rows[-1].append("; ".join([*(one.partition(" ")[0] for one in found[:-1]), found[-1]]))
     return markdown([", ".join(SET_UPS), *names(every)], rows)
+
+
+def half_rates(every: Sequence[Findings]) -> str:
+    """Stage e: against GRPO at half its rate, too, then against the best one."""
+    level, rows = every[0].study.plan["levels"][1], []
+    for of in every:
+        *others, base = of.halved
+        if of.runs[base]:
+            both = [
+                [ratio(of.pairs(one, other), level) for other in (base, of.base)] for one in others
+            ]
+            rows.append([of.task, f"`{base[0]}`, {base[1]:g}", *map("; ".join, both)])
+    return markdown(["half the rates", "GRPO", *names(every)], rows)
 
 
 def names(every: Sequence[Findings]) -> list[str]:
