@@ -202,13 +202,9 @@ def train(
         given = _known_env(env, grader, stack)
         kept = _replace_keys(raw, model, given.id, data, held_out, view)
         left_out: list[str] = []
+        texts = list(_texts(overrides))
         built = resolve_config(
-            TrainConfig,
-            raw,
-            source,
-            list(_texts(overrides)),
-            report=left_out.append,
-            explain=refuse_verl_keys,
+            TrainConfig, raw, source, texts, report=left_out.append, explain=refuse_verl_keys
         )
         if given.is_here_only and isinstance(built.cluster, SpreadCluster):
             raise ConfigError(

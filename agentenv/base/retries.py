@@ -104,6 +104,5 @@ class Restarts:
     def lost(self) -> float | None:
         """Count a loss. Returns the seconds before the next start; None: do not restart."""
         self.num += 1
-        if self.num > self._limit:
-            return None
-        return self._backoff.seconds(self.num - 1, self._key)
+        is_last = self.num > self._limit
+        return None if is_last else self._backoff.seconds(self.num - 1, self._key)

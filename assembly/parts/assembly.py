@@ -106,9 +106,7 @@ class Assembly(Generic[C]):
     async def tokenizer(self) -> Any:
         """The tokenizer; None if the engine takes messages instead of tokens."""
         model = await self.model()
-        if model is None:
-            return None
-        return await in_thread(load_tokenizer, model, self.has_weights)
+        return None if model is None else await in_thread(load_tokenizer, model, self.has_weights)
 
     async def renderers(self) -> Mapping[str, Renderer]:
         """The renderers of the command, by the name of the set."""

@@ -20,8 +20,9 @@ from typing import Any
 
 import jinja2
 
-from agentenv.assembly.checks import start_checks
+from agentenv.assembly.checks import paths
 from agentenv.assembly.checks.checks import refuse
+from agentenv.assembly.checks.start_checks import launched_servers
 from agentenv.assembly.keys.benchmarks import benchmark
 from agentenv.assembly.keys.cluster import KubernetesCluster, ServeConfig, SlurmCluster
 from agentenv.assembly.keys.evaluation import EvaluateConfig
@@ -53,32 +54,30 @@ from agentenv.training.workers.worker_process import DRAIN_VARIABLE, WAIT_VARIAB
 # Missing inputs of a configuration: files, folders, keys, environments of engines.
 
 
-def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[start_checks.PathKey]:
+def missing_files(config: AnyRun, assembly: Assembly[Any]) -> Iterator[paths.PathKey]:
     """The missing paths of a configuration, including files of a registry of datasets and of
     prompts. Raises DataError for names that the registry lacks."""
-    yield from start_checks.absent_paths(assembly)
-    registry = start_checks.dataset_registry(config)
+    yield from paths.absent_paths(assembly)
+    registry = paths.dataset_registry(config)
     if registry and assembly.resolve(registry).exists():
-        for key, name, _ in start_checks.paths_of(config):
+        for key, name, _ in paths.paths_of(config):
             if key.startswith("data.") and key != "data.dataset_info":
                 files = registered_files(assembly.resolve(registry), [name])
-                yield from (
-                    start_checks.PathKey(key, str(file)) for file in files if not file.exists()
-                )
+                yield from (paths.PathKey(key, str(file)) for file in files if not file.exists())
     yield from _missing_templates(config, assembly.resolve)
 
 
-def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[start_checks.PathKey]:
+def _missing_templates(config: AnyRun, resolve: Resolve) -> Iterator[paths.PathKey]:
     """The missing files of prompts; a name without a suffix is a preset."""
     if isinstance(config, ServeConfig):
         return
     sets = config.sets.values() if isinstance(config, EvaluateConfig) else ()
     for template in dict.fromkeys(one.prompt.template for one in (config, *sets)):
-        if Path(template).suffix and not start_checks.is_here(resolve(template).expanduser()):
-            yield start_checks.PathKey("prompt.template", template)
+        if Path(template).suffix and not paths.is_here(resolve(template).expanduser()):
+            yield paths.PathKey("prompt.template", template)
 
 
-def _to_fetch(config: AnyRun, absent: start_checks.PathKey) -> str:
+def _to_fetch(config: AnyRun, absent: paths.PathKey) -> str:
     """The line of a missing path; for a benchmark's file, with its origin."""
     line = f"{absent.key} = {absent.text}"
     name = absent.key.split(".")[1] if absent.key.startswith("sets.") else ""
@@ -91,7 +90,7 @@ def _to_fetch(config: AnyRun, absent: start_checks.PathKey) -> str:
 def _not_cached(config: AnyRun) -> Iterator[str]:
     """A line for each id of the hub that is not in its cache; cached ones are resolved from now
     on."""
-    for key, text, kind in start_checks.hub_keys(config):
+    for key, text, kind in paths.hub_keys(config):
         with errors.reported_as(errors.DataError, key, errors.DataError):
             found = find_on_hub(text, kind)
         if found is None and hub_id(text) is not None:
@@ -107,7 +106,7 @@ def _missing_parts(config: AnyRun) -> Iterator[str]:
         variable = PROVIDERS[search.backend.provider].key_variable
         if variable and not os.environ.get(variable):
             yield f"the environment variable {variable} ({search.backend.provider})"
-    for name, launched, key in start_checks.launched_servers(config):
+    for name, launched, key in launched_servers(config):
         try:
             find_python(name, launched, key)
         except errors.ConfigError as error:

@@ -134,9 +134,7 @@ def call_keys(row: EvalRow) -> list[str]:
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return " ".join(value.casefold().split())
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return value
+    return {key: _plain(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
 def _tags(parts: Sequence[Part], tools: Sequence[str]) -> Iterator[tuple[bool, str]]:

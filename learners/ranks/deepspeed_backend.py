@@ -113,9 +113,7 @@ class DeepSpeedBackend(backend.RankBackend):
         backend.scale_learning_rates(self.base_optimizer, lr_scale)
         self._reduce()
         self.engine.step()
-        if self.optimizer.overflow:
-            return math.nan
-        return float(self.engine.get_global_grad_norm())
+        return math.nan if self.optimizer.overflow else float(self.engine.get_global_grad_norm())
 
     def _reduce(self) -> None:
         """Sum the gradients over ranks, if the backward passes did not."""

@@ -176,9 +176,7 @@ class Ray:
 
     def own_host(self) -> str:
         """The address at which nodes reach this machine."""
-        if not self.setup.address:
-            return "127.0.0.1"
-        return str(self.ray.util.get_node_ip_address())
+        return str(self.ray.util.get_node_ip_address()) if self.setup.address else "127.0.0.1"
 
     def hold(self, spec: ProcessSpec) -> Any:
         """Create a NodeHolder, which starts when there are resources."""
