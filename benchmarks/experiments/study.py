@@ -390,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--plan", type=Path, default=FILE, help="default: study.toml")
-    parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help="the last one to run")
+    parser.add_argument("--stage", choices=STAGES, help="the last one to run; default: the plan's")
     parser.add_argument("--tasks", nargs="+", default=[], metavar="TASK", help="default: all")
     parser.add_argument("--also", nargs="+", default=[], metavar="ARM@RATE", help="see above")
     parser.add_argument("--minutes", type=float, default=math.inf)
@@ -402,16 +402,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     end, code = time.monotonic() + 60 * options.minutes, 0
     try:
         study = Study(options.out, options.plan)
-        more = partial(study.more, options.also, options.stage, options.tasks)
+        last = options.stage or max(filter(study.seeds, STAGES))
+        more = partial(study.more, options.also, last, options.tasks)
         more()  # names are checked before anything runs
-        for stage in STAGES[: STAGES.index(options.stage) + 1] if not options.report_only else ():
+        for stage in STAGES[: STAGES.index(last) + 1] if not options.report_only else ():
             while not code and (cells := study.missing(stage, options.tasks)):
                 print(f"stage {stage}: {len(cells)} runs to go", flush=True)
                 code = 0 if _run_all(study, cells, options.jobs, end) else 1
         if (cells := more()) and not code and not options.report_only:
             code = 0 if _run_all(study, cells, options.jobs, end) else 1
         if not code:
-            print(study.report(options.stage, options.cost))
+            print(study.report(last, options.cost))
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
