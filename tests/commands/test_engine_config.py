@@ -53,8 +53,8 @@ def test_roles_are_read_by_name() -> None:
         check_roles(Reader({"policy": role}, {}))
     with pytest.raises(ConfigError, match=r"roles\.jugde: unknown role"):
         check_roles(Reader({"jugde": role}, {}))
-    with pytest.raises(ConfigError, match="exactly one of"):
-        RoleConfig()
+    with pytest.raises(ConfigError, match=r"roles\.judge: set exactly one of"):
+        check_roles(Reader({"judge": RoleConfig()}, {}))
 
 
 def test_an_evaluation_may_sample_from_another_distribution(warehouse: Path) -> None:

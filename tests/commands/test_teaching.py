@@ -173,7 +173,8 @@ BAD = {
     ),
     "unused gate": (["algorithm.teach_gate=1"], "algorithm.teach_gate = 1.0 is unused"),
     "context": (
-        ["algorithm.teach=1", "roles.teacher={model='{teacher}', max_model_len=150}"],
+        ["algorithm.teach=1",
+         "roles.teacher={model='{teacher}', engine='learner', max_model_len=150}"],
         "exceed roles.teacher's context",
     ),
     "temperature": (
