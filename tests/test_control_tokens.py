@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers.normalizers import NFKC
 
-from agentenv.assembly.checks.part_checks import refuse_forged
+from agentenv.assembly.checks.start_checks import refuse_forged
 from agentenv.base.types import Message, ToolCall
 from agentenv.contract.env import shared_stats
 from agentenv.engines.chat import ChatRenderer, Pieces

@@ -12,7 +12,7 @@ import pytest
 
 from agentenv import Message, Task, ToolEnv, demonstrate, register, tool
 from agentenv.adapters.testing import check_tool_env
-from agentenv.assembly.checks.part_checks import try_turn
+from agentenv.assembly.checks.start_checks import try_turn
 from agentenv.base.errors import ConfigError, CrashError, DataError
 from agentenv.base.types import Limits
 from agentenv.contract.env import check_finish, check_observation, check_reset, check_step

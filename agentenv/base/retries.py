@@ -104,5 +104,5 @@ class Restarts:
     def lost(self) -> float | None:
         """Count a loss. Returns the seconds before the next start; None: do not restart."""
         self.num += 1
-        is_last = self.num > self._limit
-        return None if is_last else self._backoff.seconds(self.num - 1, self._key)
+        is_over = self.num > self._limit
+        return None if is_over else self._backoff.seconds(self.num - 1, self._key)

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from msgspec import Struct
 
-from agentenv.assembly.checks import part_checks, start_checks
+from agentenv.assembly.checks import start_checks
 from agentenv.assembly.keys.evaluation import EvaluateConfig
 from agentenv.assembly.keys.rl import TrainConfig
 from agentenv.assembly.keys.supervised import SupervisedRunConfig
@@ -192,7 +192,7 @@ START: tuple[Check, ...] = (
     Check("GPUs", "files", TRAIN, part("gpus")),
     Check("servers", "files", SAMPLING, start_checks.servers, remote=True),
     Check("rows that are here", "files", TRAIN, start_checks.rows_here, NOTHING),
-    Check("graders of rows that are here", "files", TRAIN, part_checks.graders_here),
+    Check("graders of rows that are here", "files", TRAIN, start_checks.graders_here),
     Check("model type", "model", RUNS, start_checks.model_type, MODEL),
     Check("teacher's tokens", "model", TRAIN, start_checks.teacher_tokens, MODEL),
     # the directory contains configuration, tokenizer and weights; the endpoint responds
@@ -211,16 +211,16 @@ START: tuple[Check, ...] = (
     # every row of the data can be read
     Check("rows", "model", SAMPLING, part("tasks"), ROWS),
     Check("sequence lengths", "model", SUPERVISED, start_checks.sequence_lengths, MODEL),
-    Check("environments", "parts", SAMPLING, part_checks.environments, ENV),
+    Check("environments", "parts", SAMPLING, start_checks.environments, ENV),
     # the environment of each set begins an episode
     Check(EPISODES, "parts", SAMPLING, part("episodes"), ENV),
-    Check("callable tools", "parts", SAMPLING, part_checks.callable_tools, PROMPT, after=EPISODES),
-    Check("hints", "parts", TRAIN, part_checks.hints, ENV, after=EPISODES),
-    Check("special tokens", "parts", SAMPLING, part_checks.control_tokens, PROMPT, after=EPISODES),
-    Check("special tokens in questions", "parts", SAMPLING, part_checks.tokens_of_questions, ROWS),
-    Check("observations", "parts", SAMPLING, part_checks.observations, ENV, after=EPISODES),
-    Check("graders", "parts", SAMPLING, part_checks.graders, after=EPISODES),
-    Check("trials of environments", "parts", TRAIN, part_checks.trials, ENV, after=EPISODES),
+    Check("callable tools", "parts", SAMPLING, start_checks.callable_tools, PROMPT, after=EPISODES),
+    Check("hints", "parts", TRAIN, start_checks.hints, ENV, after=EPISODES),
+    Check("special tokens", "parts", SAMPLING, start_checks.control_tokens, PROMPT, after=EPISODES),
+    Check("special tokens in questions", "parts", SAMPLING, start_checks.tokens_of_questions, ROWS),
+    Check("observations", "parts", SAMPLING, start_checks.observations, ENV, after=EPISODES),
+    Check("graders", "parts", SAMPLING, start_checks.graders, after=EPISODES),
+    Check("trials of environments", "parts", TRAIN, start_checks.trials, ENV, after=EPISODES),
     # every set has a prompt that fits the limits
     Check("prompts", "parts", SAMPLING, part("questions"), PROMPT, after=EPISODES),
     # the tools that helpers repair exist; those that they repeat are repeatable

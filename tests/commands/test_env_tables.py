@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import agentenv
-from agentenv.assembly.checks.part_checks import check_graders
+from agentenv.assembly.checks.start_checks import check_graders
 from agentenv.assembly.keys.evaluation import EvaluateConfig, resolve_sets
 from agentenv.assembly.keys.rl import TABLES, TrainConfig
 from agentenv.assembly.parts.environments import EnvMaker, tables_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentenv.assembly.checks import part_checks
+from agentenv.assembly.checks import start_checks
 from agentenv.base.errors import ConfigError
 from agentenv.base.model_files import load_tokenizer
 from agentenv.base.tree import Node, TrajectoryTree
@@ -174,7 +174,7 @@ async def test_a_gold_needs_answers_and_one_context(turn: dict[str, int], says: 
     sets = {"data": NS(env=NS(id="me"))}
     given: Any = NS(config=config, tasks_of=tasks_of, episodes=episodes, sets=sets)
     with pytest.raises(ConfigError, match=says):
-        await part_checks.hints(given)
+        await start_checks.hints(given)
 
 
 @pytest.mark.usefixtures("here")
